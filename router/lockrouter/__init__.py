@@ -1,0 +1,68 @@
+"""Mutual exclusion for high-traffic services on nothing but MySQL: hashed row locks over many databases."""
+
+from __future__ import annotations
+
+import logging
+
+from lockrouter.config import RouterConfig, load
+from lockrouter.errors import (
+    ConfigError,
+    CrossShard,
+    Frozen,
+    InProgress,
+    InvalidKey,
+    KeyCollision,
+    LockLost,
+    LockRouterError,
+    LockTimeout,
+    LossReason,
+    MaintenanceStall,
+    NotHeld,
+    NoToken,
+    NotSeeded,
+    OutcomeUnknown,
+    Overloaded,
+    PoolTimeout,
+    RouterClosed,
+    ShardError,
+    ShardUnavailable,
+    Stale,
+    TopologyMismatch,
+    WouldDeadlock,
+)
+from lockrouter.router import LockRouter
+from lockrouter.routing import Address
+from lockrouter.rowlock import RowLock
+
+__all__ = [
+    "Address",
+    "ConfigError",
+    "CrossShard",
+    "Frozen",
+    "InProgress",
+    "InvalidKey",
+    "KeyCollision",
+    "LockLost",
+    "LockRouter",
+    "LockRouterError",
+    "LockTimeout",
+    "LossReason",
+    "MaintenanceStall",
+    "NoToken",
+    "NotHeld",
+    "NotSeeded",
+    "OutcomeUnknown",
+    "Overloaded",
+    "PoolTimeout",
+    "RouterClosed",
+    "RouterConfig",
+    "RowLock",
+    "ShardError",
+    "ShardUnavailable",
+    "Stale",
+    "TopologyMismatch",
+    "WouldDeadlock",
+    "load",
+]
+
+logging.getLogger("lockrouter").addHandler(logging.NullHandler())

@@ -1,0 +1,492 @@
+"""Taking one row: the gate, then the server, or, where the shard file says so in an outage, this process alone.
+
+The steps of `take_row`:
+
+1. Enter the gate of the row: nested, lead, or queued (then wait until lead, handed over, or the deadline).
+2. The lead asks its shard (`_ask`): a closed breaker, a session, one locking statement, bounded on the server.
+3. Only the complete and exact reply is a grant (`_judge`); everything else is rolled back, or its session closed,
+   before the caller hears anything.
+4. A shard that does not answer at all is degraded around, or refused, by the class of the key.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, NoReturn
+
+from lockrouter import tokens
+from lockrouter.deadline import GRACE, Deadline, now
+from lockrouter.errors import (
+    Frozen,
+    LockTimeout,
+    MaintenanceStall,
+    NotSeeded,
+    PoolTimeout,
+    RouterClosed,
+    ShardError,
+    ShardUnavailable,
+    TopologyMismatch,
+    WouldDeadlock,
+)
+from lockrouter.gate import Gates, Hold, Place, Request
+from lockrouter.owners import describe, own_holds, running
+from lockrouter.pool import Exhausted, PoolClosed
+from lockrouter.protocol.effects import SLEEP, WAIT, Operation
+from lockrouter.protocol.packets import IN_TRANSACTION, Err, Reply, Rows
+from lockrouter.session import Answered, Gone, Session, Silent, State
+from lockrouter.sql.statements import MAX_STATEMENT_WAIT, probe_table
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from lockrouter.config import ResolvedClass
+    from lockrouter.core import Core
+    from lockrouter.routing import Address
+    from lockrouter.shard import Shard
+
+__all__ = ["Ask", "take_row"]
+
+_SERVER_MARGIN = 0.005
+_TRY_FOR = 0.05
+_REFRESH_AFTER = 1.0
+_GONE_CODES = frozenset({1053, 1927, 2006, 2013, 4031})
+_READ_ONLY_CODES = frozenset({1290, 1792, 1836, 1874, 3100})
+_DENIED_CODES = frozenset({1044, 1045, 1142, 1143, 1227, 1698})
+_MISSING_CODES = frozenset({1049, 1146})
+_REPEAT_CODES = frozenset({1020, 1213, 1317})
+_CROWDED_CODES = frozenset({1040, 1203, 1226})
+
+
+class _Unlocked(enum.Enum):
+    """How a statement that granted nothing ended, its transaction being over."""
+
+    BUSY = "busy"
+    BOUND = "bound"
+    STALLED = "stalled"
+    REPEAT = "repeat"
+    SUSPENDED = "suspended"
+
+
+class Ask:
+    """One caller's request for one row, from its first look at the gate to its hold."""
+
+    __slots__ = (
+        "address",
+        "core",
+        "deadline",
+        "io_until",
+        "key",
+        "owner",
+        "reentrant",
+        "request",
+        "rule",
+        "shard",
+        "wait",
+    )
+
+    def __init__(
+        self,
+        core: Core,
+        key: bytes,
+        rule: ResolvedClass,
+        deadline: Deadline,
+        *,
+        wait: bool,
+        owner: Hashable = None,
+        reentrant: bool = True,
+    ) -> None:
+        self.core = core
+        self.key = key
+        self.rule = rule
+        self.deadline = deadline
+        self.wait = wait
+        # The end of connecting and of everything else that is not waiting for another holder.
+        self.io_until = deadline.at if wait else deadline.started + core.config.pool.connect_timeout
+        self.owner = owner
+        self.reentrant = reentrant
+        self.address: Address = core.routing.route(key)
+        self.shard: Shard = core.shards[self.address.shard]
+        me = running()
+        self.request = Request(self.address.slot, key, me, owner, own_holds(me))
+
+    def timed_out(self, gates: Gates) -> LockTimeout:
+        """The error of a row that stayed busy, naming who holds it where that is known."""
+        hold = gates.holder_of(self.address.slot)
+        if hold is not None:
+            holder = f"{describe(hold.thing)} of this process, for {now() - hold.granted_at:.3f} s"
+        else:
+            holder = f"another process; ask: lockrouter holders {self.core.config.path or 'FILE'} KEY"
+        waited = self.deadline.waited()
+        where = f"row {self.address.slot} of lock_{self.address.table:02d} on shard {self.address.shard}"
+        return LockTimeout(
+            f"{where} stayed busy for {waited:.3f} s (key {self.core.shown(self.key)}); held by {holder}",
+            key=self.key,
+            address=self.address,
+            waited=waited,
+            holder=holder,
+        )
+
+
+def take_row(ask: Ask) -> Operation[Hold | None]:
+    """Return the caller's hold of the row, or None where it is busy and the caller would not wait.
+
+    Raises:
+        LockTimeout: busy for the whole timeout.
+        Frozen, WouldDeadlock, Overloaded, RouterClosed, or a ShardError: as the contract says.
+    """
+    frozen = ask.shard.frozen
+    if ask.rule.frozen or (frozen and ask.key.startswith(frozen)):
+        raise Frozen(f"key {ask.core.shown(ask.key)} is frozen: the operators' emergency stop")
+    gates, request = ask.core.gates, ask.request
+    place = gates.enter(request, wait=ask.wait, max_waiters=ask.rule.max_waiters)
+    if place is Place.LEAD:
+        return (yield from _lead(ask))
+    if place is Place.NESTED:
+        return _nested(ask)
+    _count_collision(ask, gates)
+    if place is Place.BUSY:
+        return None
+    try:
+        place = yield from _queue(ask, gates, request)
+    except BaseException:
+        if gates.leave_queue(request) is Place.HOLDER and request.hold is not None:
+            ask.core.give_up(request.hold)
+        raise
+    if place is Place.HOLDER:
+        return request.hold
+    if place is Place.GONE:
+        raise ask.timed_out(gates)
+    return (yield from _lead(ask))
+
+
+def _nested(ask: Ask) -> Hold:
+    hold = ask.request.hold
+    assert hold is not None
+    if not ask.reentrant:
+        ask.core.gates.uncount(hold, ask.key)
+        raise WouldDeadlock("the caller holds this row already, and asked not to enter it again")
+    return hold
+
+
+def _count_collision(ask: Ask, gates: Gates) -> None:
+    holder = gates.holder_of(ask.address.slot)
+    if holder is not None and holder.key != ask.key:
+        ask.shard.stats.collided()
+
+
+def _queue(ask: Ask, gates: Gates, request: Request) -> Operation[Place]:
+    """Wait at a gate; returns LEAD, HOLDER, or GONE when the deadline passed and the place was given up."""
+    while True:
+        yield (WAIT, request.waiter, ask.deadline.at)
+        place = gates.place_of(request)
+        if place is not Place.QUEUED:
+            return place
+        if ask.core.closed:
+            gates.leave_queue(request)
+            raise RouterClosed("the router was closed while waiting")
+        if ask.deadline.left() <= 0:
+            return gates.leave_queue(request)
+
+
+def _lead(ask: Ask) -> Operation[Hold | None]:
+    """Ask the server as the gate's lead; whatever happens, the gate has a holder or the next lead afterwards."""
+    gates, request = ask.core.gates, ask.request
+    try:
+        hold = yield from _ask(ask)
+        if hold is None:
+            gates.leave_queue(request)
+            return None
+        if hold.session is not None:
+            hold.session.hold = hold
+            hold.session.state = State.HOLDING
+        gates.granted(request, hold)
+        return hold
+    except BaseException:
+        if gates.leave_queue(request) is Place.HOLDER and request.hold is not None:
+            ask.core.give_up(request.hold)
+        elif request.session is not None:
+            # Nothing is known of what it holds: the server frees it when it sees the end of the stream.
+            request.session.die()
+            _drop(ask, kill=True)
+        raise
+
+
+def _ask(ask: Ask) -> Operation[Hold | None]:
+    """Repeat attempts within the deadline until one is a grant, or None where the row is busy and `wait` is off."""
+    shard = ask.shard
+    faults = 0
+    fresh = False
+    stalled = False
+    while True:
+        if not shard.breaker.closed:
+            return (yield from _in_outage(ask))
+        error = shard.refusal_error()
+        if error is not None:
+            raise error
+        try:
+            outcome = yield from _attempt(ask, fresh=fresh)
+        except Gone as gone:
+            if ask.request.session is not None and not ask.request.session.fresh and not fresh:
+                # An idle session the server had closed: no fault, and its fellows may be closed too.
+                _drop(ask)
+                shard.pool.purge()
+                fresh = True
+                continue
+            _drop(ask)
+            faults = yield from _faulted(ask, gone, faults)
+            continue
+        except Silent as silent:
+            _drop(ask, kill=True)
+            faults = yield from _silent(ask, silent, faults)
+            continue
+        except Answered as answered:
+            if answered.code not in _CROWDED_CODES or not ask.wait or faults >= shard.config.breaker.retries:
+                raise _shard_error(shard, answered) from answered
+            faults += 1
+            yield from _pause(ask)
+            continue
+        if isinstance(outcome, Hold):
+            return outcome
+        if outcome is _Unlocked.BUSY:
+            return None
+        stalled = outcome is _Unlocked.STALLED
+        if now() + _SERVER_MARGIN >= ask.io_until or (stalled and not ask.wait):
+            yield from _give_up_waiting(ask, outcome, stalled=stalled)
+
+
+def _drop(ask: Ask, *, kill: bool = False) -> None:
+    """Give a closed session's place back, and have the server end what may still wait there."""
+    session, ask.request.session = ask.request.session, None
+    if session is not None:
+        ask.shard.pool.give_back(session)
+        if kill:
+            ask.shard.kill(session.connection_id)
+
+
+def _faulted(ask: Ask, error: Gone | Silent, faults: int) -> Operation[int]:
+    """Count a fault of the shard; returns how many this call has met, after a pause, or raises."""
+    shard = ask.shard
+    shard.fault(error)
+    if shard.breaker.closed and (faults >= shard.config.breaker.retries or ask.deadline.left() <= 0):
+        raise ShardUnavailable(f"does not answer: {error}", shard=shard.id) from error
+    if shard.breaker.closed:
+        yield from _pause(ask)
+    return faults + 1
+
+
+def _silent(ask: Ask, error: Silent, faults: int) -> Operation[int]:
+    """No reply in time. Near the caller's deadline that proves nothing; the control session will find out."""
+    if ask.deadline.left() > 0:
+        return (yield from _faulted(ask, error, faults))
+    ask.shard.poke_control()
+    raise ShardUnavailable("did not answer within the caller's timeout", shard=ask.shard.id) from error
+
+
+def _pause(ask: Ask) -> Operation[None]:
+    pause = ask.shard.config.breaker.retry_delay if ask.wait else 0.0
+    yield (SLEEP, min(now() + pause, ask.deadline.at), None)
+
+
+def _give_up_waiting(ask: Ask, outcome: _Unlocked, *, stalled: bool) -> Operation[NoReturn]:
+    shard = ask.shard
+    if outcome is _Unlocked.SUSPENDED:
+        raise shard.unready_error() from shard.cause
+    if not stalled and ask.wait:
+        stalled = yield from _metadata_locked(ask)
+    if stalled:
+        raise MaintenanceStall("a metadata lock (ALTER, a backup) holds the lock table", shard=shard.id)
+    raise ask.timed_out(ask.core.gates)
+
+
+def _metadata_locked(ask: Ask) -> Operation[bool]:
+    """Tell a table under a metadata lock from a busy row, for waits too short for the server to tell: one more trip."""
+    try:
+        session = yield from ask.shard.pool.check_out(now() + GRACE, wait=False)
+    except (Exhausted, PoolClosed, Gone, Silent, Answered):
+        return False
+    try:
+        reply = yield from session.exchange(probe_table(session.dialect, ask.address.table), now() + GRACE)
+        session.state = State.BUSY
+        session.send_rollback()
+    except (Gone, Silent):
+        return False
+    finally:
+        ask.shard.pool.give_back(session)
+    return isinstance(reply, Err) and reply.code == session.dialect.bound_code
+
+
+def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | _Unlocked]:
+    """One locking statement on one session; the session is idle again, or closed, unless it is a grant."""
+    shard, request, address = ask.shard, ask.request, ask.address
+    releasing = ask.core.affinity.get(address.slot)
+    session = yield from _check_out(ask, fresh=fresh, prefer=releasing)
+    request.session = session
+    if shard.rights is None:
+        request.session = None
+        shard.pool.give_back(session)
+        yield from _await_rights(ask)
+        return _Unlocked.SUSPENDED
+    left = ask.deadline.left() - _SERVER_MARGIN
+    sent_at = now()
+    if ask.wait:
+        bound = max(0.001, min(MAX_STATEMENT_WAIT, left))
+        packet = session.dialect.lock(address.table, address.slot, bound, ask.core.tag(ask.key))
+        until = min(max(ask.deadline.at, sent_at) + GRACE, sent_at + bound + shard.config.pool.connect_timeout)
+    else:
+        packet = session.dialect.try_lock(address.table, address.slot, ask.core.tag(ask.key))
+        until = sent_at + _TRY_FOR + shard.config.pool.connect_timeout
+    reply = yield from session.exchange(packet, until)
+    outcome = _judge(ask, session, reply, sent_at)
+    if isinstance(outcome, Hold):
+        if now() - sent_at > _REFRESH_AFTER:
+            yield from session.ping(now() + shard.config.pool.connect_timeout)
+        return outcome
+    yield from session.rollback(now() + GRACE)
+    request.session = None
+    shard.pool.give_back(session)
+    if isinstance(outcome, ShardError):
+        raise outcome
+    if outcome is _Unlocked.SUSPENDED:
+        yield from _await_rights(ask)
+    if outcome is _Unlocked.BUSY and releasing is not None and releasing is not session:
+        # The row's ROLLBACK of a moment ago may still be on its way on another session: that is not "busy".
+        if ask.core.affinity.get(address.slot) is releasing and ask.deadline.waited() < _TRY_FOR:
+            yield (SLEEP, now() + 0.0005, None)
+            return _Unlocked.REPEAT
+        if ask.core.affinity.get(address.slot) is None and ask.deadline.waited() < _TRY_FOR:
+            return _Unlocked.REPEAT
+    return outcome
+
+
+def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Session]:
+    shard = ask.shard
+    beyond = any(hold.shard is shard for hold in ask.request.owns)
+    until = ask.io_until
+    try:
+        return (yield from shard.pool.check_out(until, wait=ask.wait, beyond=beyond, prefer=prefer, fresh=fresh))
+    except Exhausted:
+        raise PoolTimeout(
+            f"no free connection ({shard.pool.size} allowed) within {ask.deadline.waited():.3f} s", shard=shard.id
+        ) from None
+    except PoolClosed:
+        raise RouterClosed("the router is closed") from None
+    except (Gone, Silent) as error:
+        if ask.wait and ask.deadline.left() <= 0:
+            raise PoolTimeout("could not connect within the caller's timeout", shard=shard.id) from error
+        raise
+
+
+def _await_rights(ask: Ask) -> Operation[None]:
+    """Wait until the shard's right to grant, its refusal or its breaker changes, or the call's deadline."""
+    shard = ask.shard
+    waiter = shard.watch_for_change()
+    try:
+        shard.poke_control()
+        yield (WAIT, waiter, min(ask.io_until, now() + shard.config.router.role_check))
+    finally:
+        shard.unwatch(waiter)
+
+
+def _judge(ask: Ask, session: Session, reply: Reply, sent_at: float) -> Hold | _Unlocked | ShardError:
+    """Decide what a reply is; only the exact one is a hold."""
+    if isinstance(reply, Err):
+        return _judge_error(ask, session, reply)
+    if not isinstance(reply, Rows):
+        raise Gone("an OK for a SELECT", answered=True)
+    if not reply.rows:
+        return NotSeeded(f"row {ask.address.slot} of lock_{ask.address.table:02d} is missing", shard=ask.shard.id)
+    if len(reply.rows) != 1 or not reply.status & IN_TRANSACTION:
+        raise Gone("not exactly one row inside a transaction", answered=True)
+    try:
+        slot, epoch, clock, read_only = reply.rows[0]
+        numbers = int(slot or b""), int(epoch or b""), tokens.micros(clock or b"")
+    except ValueError:
+        raise Gone("the reply is not what was asked for", answered=True) from None
+    if numbers[0] != ask.address.slot:
+        raise Gone("the reply is for another row", answered=True)
+    return _judge_grant(ask, session, numbers[1], numbers[2], read_only, sent_at)
+
+
+def _judge_grant(
+    ask: Ask, session: Session, epoch: int, clock: int, read_only: bytes | None, sent_at: float
+) -> Hold | _Unlocked | ShardError:
+    shard = ask.shard
+    if read_only != b"0":
+        shard.poke_control()
+        return ShardUnavailable("the server is read-only", shard=shard.id)
+    if not epoch:
+        return TopologyMismatch(
+            f"bucket {ask.address.bucket} is closed on this shard: it has moved, or is moving", shard=shard.id
+        )
+    rights = shard.rights
+    if (
+        rights is None
+        or rights.incarnation != session.incarnation
+        or clock >= rights.clock_high
+        or shard.note_clock(clock, sent_at)
+    ):
+        return _Unlocked.SUSPENDED
+    return Hold(
+        ask.address.slot,
+        ask.key,
+        ask.request.thing,
+        ask.owner,
+        shard=shard,
+        session=session,
+        base=tokens.base_token(rights.term, clock),
+    )
+
+
+def _judge_error(ask: Ask, session: Session, error: Err) -> _Unlocked | ShardError:
+    if not ask.wait and error.code in session.dialect.busy_codes:
+        return _Unlocked.BUSY
+    if error.code == session.dialect.bound_code:
+        return _Unlocked.BOUND if ask.wait else _Unlocked.STALLED
+    if error.code == 1205:
+        return _Unlocked.STALLED
+    if error.code in _REPEAT_CODES:
+        return _Unlocked.REPEAT
+    if error.code in _GONE_CODES:
+        raise Gone(f"({error.code}) {error.message}", answered=True)
+    return _shard_error(ask.shard, Answered(error.code, error.message))
+
+
+def _shard_error(shard: Shard, error: Answered) -> ShardError:
+    """The contract's error for an answer of the server that is an error."""
+    made: ShardError
+    if error.code in _MISSING_CODES:
+        made = NotSeeded(str(error), shard=shard.id)
+    else:
+        if error.code in _READ_ONLY_CODES:
+            shard.poke_control()
+        made = ShardUnavailable(str(error), shard=shard.id)
+    made.__cause__ = error
+    return made
+
+
+def _in_outage(ask: Ask) -> Operation[Hold | None]:
+    """The breaker is open: refuse, or exclude this process only, as the key's class says."""
+    shard, core = ask.shard, ask.core
+    if shard.breaker.refusal is not None:
+        raise ShardUnavailable(shard.breaker.refusal, shard=shard.id)
+    if ask.rule.on_outage == "refuse":
+        raise ShardUnavailable("does not answer, its breaker is open", shard=shard.id) from shard.cause
+    if core.storm():
+        raise ShardUnavailable("does not answer, and neither does most of the topology", shard=shard.id)
+    gates = core.local_gates
+    request = Request(ask.address.slot, ask.key, ask.request.thing, None, ())
+    place = gates.enter(request, wait=ask.wait)
+    if place is Place.BUSY:
+        return None
+    try:
+        if place is Place.QUEUED:
+            place = yield from _queue(ask, gates, request)
+        if place is Place.GONE:
+            raise ask.timed_out(gates)
+        hold = Hold(ask.address.slot, ask.key, ask.request.thing, ask.owner, shard=shard, session=None)
+        gates.granted(request, hold)
+    except BaseException:
+        if gates.leave_queue(request) is Place.HOLDER and request.hold is not None:
+            gates.leave(request.hold)
+        raise
+    return hold

@@ -1,0 +1,1 @@
+"""What operators do to a topology's databases: create, seed, verify. Never on the path of a lock."""

@@ -1,0 +1,327 @@
+"""What one shard's server says of itself, twice a second, and the right to grant that follows from it.
+
+The steps of `Keeper.watch`, the only judge of a shard's right to grant:
+
+1. Read, in one statement of a session of its own: identity, start, clock, read-only flags, group role, and `lock_meta`.
+2. A server that is not the writable primary with a majority demotes this router's holders and grants nothing.
+3. Another identity than `lock_meta` names, a clock that fell, or one further behind `clock_high` than the window:
+   a new term, written before anything is granted.
+4. The same server, restarted: nothing is granted until its clock has passed `clock_high`; then it is adopted.
+5. Else `Rights`: grants count while the grant's clock is below the `clock_high` that was read from that very server.
+
+`Keeper.write` does the durable writes on a second session, so that a server that can read but no longer commit
+stops granting when the window it reserved has passed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from lockrouter import tokens
+from lockrouter.backoff import jittered
+from lockrouter.deadline import now
+from lockrouter.protocol.effects import SLEEP, Operation
+from lockrouter.protocol.packets import Err, Ok, Rows
+from lockrouter.session import Answered, Gone, Incarnation, Session, Silent, State, single_row
+from lockrouter.sql import statements
+
+if TYPE_CHECKING:
+    from lockrouter.shard import Shard
+
+__all__ = ["Keeper", "Reading", "Rights"]
+
+_log = logging.getLogger("lockrouter")
+
+_CLOCK_TOLERANCE_US = 50_000
+
+
+class Reading(NamedTuple):
+    """One answer of a server about itself; clocks in microseconds since 1970, UTC, of the server."""
+
+    connection_id: int
+    incarnation: Incarnation
+    protocol: int
+    fingerprint: bytes
+    epoch: int
+    term: int
+    term_identity: bytes
+    server_started: int
+    clock_high: int
+    drained: bytes
+    clock: int
+    not_primary: str | None
+    sent_at: float
+    received_at: float
+
+    @classmethod
+    def of(cls, row: tuple[bytes | None, ...], sent_at: float, received_at: float) -> Reading:
+        """Decode the row of `Dialect.control_read`."""
+        value = [field if field is not None else b"" for field in row]
+        return cls(
+            connection_id=int(value[0]),
+            incarnation=(value[1], started_us(value[2])),
+            protocol=int(value[4]),
+            fingerprint=value[5],
+            epoch=int(value[6]),
+            term=int(value[7]),
+            term_identity=value[8],
+            server_started=int(value[9]),
+            clock_high=int(value[10]),
+            drained=value[11],
+            clock=tokens.micros(value[12]),
+            not_primary=_why_not_primary(value[13], value[14:]),
+            sent_at=sent_at,
+            received_at=received_at,
+        )
+
+
+def started_us(text: bytes) -> int:
+    """When the server started by its own clock, from whole seconds as text, in microseconds."""
+    return round(float(text)) * 1_000_000
+
+
+def _why_not_primary(read_only: bytes, roles: list[bytes]) -> str | None:
+    """Why this server must not grant, or None: it is the writable primary, as far as it knows."""
+    if read_only != b"0":
+        return "the server is read-only"
+    if not roles:
+        return None
+    if roles[0] not in (b"0", b"") or roles[1] not in (b"0", b""):
+        return "the server is read-only"
+    if not roles[2]:
+        return None
+    online, members, *me = roles[2].decode("utf-8", "replace").split()
+    if me == ["SECONDARY", "OFFLINE"] or (members == "1" and me[-1:] == ["OFFLINE"]):
+        return None
+    if me != ["PRIMARY", "ONLINE"]:
+        return f"the server is {' '.join(me) or 'no member'} of its replication group"
+    if int(online) * 2 <= int(members):
+        return f"the server's replication group has no majority ({online} of {members} online)"
+    return None
+
+
+class Rights(NamedTuple):
+    """The right to grant on one server, until its clock reaches `clock_high` (microseconds)."""
+
+    incarnation: Incarnation
+    term: int
+    clock_high: int
+    clock: int
+    received_at: float
+    wall: float
+
+    @property
+    def offset(self) -> float:
+        """Seconds the server's clock is ahead of this machine's wall clock, as read."""
+        return self.clock / 1e6 - self.wall
+
+    def fell(self, clock: int, sent_at: float) -> bool:
+        """True when the server's clock shows less than has passed since the reading these rights come from."""
+        passed = (sent_at - self.received_at) * 0.999
+        return clock < self.clock + int(passed * 1_000_000) - _CLOCK_TOLERANCE_US
+
+
+class Keeper:
+    """The control and the writer session of one shard, as operations of the background thread."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._window_us = int(shard.config.router.grant_window * 1_000_000)
+        self._control: Session | None = None
+        self._reused = False
+        self._writer: Session | None = None
+        self._last: Reading | None = None
+        self._order: bytes | None = None
+        self._order_what = ""
+        self._write_failed = False
+        self.kills: deque[int] = deque()
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def watch(self) -> Operation[None]:
+        """Read for ever, every `role_check` seconds, or when poked."""
+        shard = self._shard
+        while True:
+            probing = False
+            if not shard.breaker.closed:
+                probing = shard.breaker.take_probe()
+                if not probing:
+                    yield (SLEEP, now() + max(0.01, shard.breaker.probe_in()), None)
+                    continue
+            pause = jittered(shard.config.router.role_check, spread=0.1)
+            try:
+                yield from self._read()
+            except Answered as error:
+                shard.refuse(str(error))
+            except Gone as error:
+                if self._reused:
+                    # The server closed a connection that had been idle: it says nothing of the server. Ask again.
+                    continue
+                shard.fault(error)
+                pause = jittered(shard.config.breaker.retry_delay)
+            except Silent as error:
+                shard.fault(error)
+                pause = jittered(shard.config.breaker.retry_delay)
+            finally:
+                if probing:
+                    shard.breaker.abandon_probe()
+            yield (SLEEP, now() + pause, None)
+
+    def _read(self) -> Operation[None]:
+        shard = self._shard
+        session, self._control = self._control, None
+        self._reused = session is not None
+        if session is None:
+            session = yield from shard.open_control()
+        try:
+            until = now() + shard.config.pool.connect_timeout
+            while self.kills:
+                yield from session.exchange(statements.kill(self.kills.popleft()), until)
+            if not self._reused:
+                yield from self._refuse_frozen_clock(session, until)
+            sent_at = now()
+            reply = yield from session.exchange(session.dialect.control_read(), until)
+            reading = Reading.of(single_row(reply), sent_at, now())
+            frozen = yield from session.exchange(statements.FROZEN_PREFIXES, until)
+            if not isinstance(frozen, Rows):
+                raise Answered(getattr(frozen, "code", 0), "the frozen prefixes cannot be read")
+            shard.frozen = tuple(row[0] for row in frozen.rows if row[0])
+        except BaseException:
+            session.die()
+            raise
+        session.state = State.IDLE
+        self._control = session
+        self._judge(reading, session)
+
+    def _refuse_frozen_clock(self, session: Session, until: float) -> Operation[None]:
+        first, _, second = single_row((yield from session.exchange(statements.SYSDATE_MOVES, until)))
+        if first == second:
+            raise Answered(0, "the server runs with --sysdate-is-now: its clock cannot order grants")
+
+    # -- judging ------------------------------------------------------------------------------------------------
+
+    def _judge(self, reading: Reading, session: Session) -> None:
+        shard = self._shard
+        last, self._last = self._last, reading
+        if reading.connection_id != session.connection_id:
+            shard.refuse("a proxy shares server connections between clients; row locks need their own")
+        elif (reading.protocol, reading.fingerprint) != (shard.protocol, shard.fingerprint):
+            shard.refuse("the database was seeded for another topology", mismatch=True)
+        elif reading.not_primary is not None:
+            shard.demote(reading.not_primary)
+        elif reading.drained and reading.drained == reading.incarnation[0]:
+            shard.refuse("the shard is drained for a switchover")
+        elif reading.term_identity != reading.incarnation[0]:
+            self._new_term(reading, "another server than the one the last term was started on")
+        elif self._clock_fell(last, reading) or reading.clock_high - reading.clock > self._window_us:
+            self._new_term(reading, "the server's clock went back")
+        elif reading.server_started != reading.incarnation[1]:
+            self._restarted(reading)
+        else:
+            self._permit(reading)
+        if last is not None and last.epoch != reading.epoch:
+            _log.info("shard %s: topology epoch is now %d", shard.id, reading.epoch)
+
+    def _clock_fell(self, last: Reading | None, reading: Reading) -> bool:
+        if self._shard.clock_fell:
+            return True
+        if last is None or last.incarnation != reading.incarnation:
+            return False
+        passed = (reading.sent_at - last.received_at) * 0.999
+        return reading.clock < last.clock + int(passed * 1_000_000) - _CLOCK_TOLERANCE_US
+
+    def _permit(self, reading: Reading) -> None:
+        shard = self._shard
+        if self._write_failed and reading.clock >= reading.clock_high:
+            shard.demote("the server cannot commit: the grant window could not be renewed")
+            self._renew(reading)
+            return
+        if reading.clock_high < reading.clock + self._window_us * 2 // 3:
+            self._renew(reading)
+        wall = time.time() - (now() - reading.received_at)
+        rights = Rights(reading.incarnation, reading.term, reading.clock_high, reading.clock, reading.received_at, wall)
+        shard.permit(rights)
+
+    def _renew(self, reading: Reading) -> None:
+        self._write(statements.renew_window(self._window_us, reading.term), "renew the grant window")
+
+    def _restarted(self, reading: Reading) -> None:
+        self._shard.suspend("the server has restarted; its clock has yet to pass what was granted before")
+        if reading.clock > reading.clock_high:
+            packet = statements.adopt_restart(reading.term, reading.server_started, reading.incarnation[1])
+            self._write(packet, "adopt the restarted server")
+
+    def _new_term(self, reading: Reading, why: str) -> None:
+        self._shard.suspend(f"a new term is needed: {why}")
+        if reading.term >= tokens.MAX_TERM:
+            self._shard.refuse(f"the last term ({tokens.MAX_TERM}) is used up")
+            return
+        identity, started = reading.incarnation
+        self._write(statements.raise_term(reading.term, identity, started, self._window_us), "start a new term")
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def _write(self, packet: bytes, what: str) -> None:
+        self._order, self._order_what = packet, what
+        self._shard.poke_writer()
+
+    def write(self) -> Operation[None]:
+        """Carry out the writes that the readings ask for, for ever."""
+        shard = self._shard
+        while True:
+            packet, what = self._order, self._order_what
+            if packet is None:
+                yield (SLEEP, now() + 60.0, None)
+                continue
+            try:
+                reply = yield from self._commit(packet)
+            except (Answered, Gone, Silent) as error:
+                _log.warning("shard %s: could not %s: %s", shard.id, what, error)
+                self._write_failed = True
+                if self._order is packet:
+                    self._order = None
+                continue
+            self._write_failed = False
+            if self._order is packet:
+                self._order = None
+            shard.clock_fell = shard.clock_fell and what != "start a new term"
+            if reply.affected and what != "renew the grant window":
+                _log.info("shard %s: %s: done", shard.id, what)
+            shard.poke_control()
+
+    def _commit(self, packet: bytes) -> Operation[Ok]:
+        session, self._writer = self._writer, None
+        if session is not None:
+            try:
+                return (yield from self._send_write(session, packet))
+            except Gone:
+                pass  # closed while idle; every write here changes something at most once, so it may be sent again
+        session = yield from self._shard.open_control()
+        return (yield from self._send_write(session, packet))
+
+    def _send_write(self, session: Session, packet: bytes) -> Operation[Ok]:
+        try:
+            reply = yield from session.exchange(packet, now() + self._shard.config.pool.connect_timeout)
+        except Silent:
+            self.kills.append(session.connection_id)
+            raise
+        if not isinstance(reply, Ok):
+            session.die()
+            code, message = (reply.code, reply.message) if isinstance(reply, Err) else (0, "rows for a write")
+            raise Answered(code, message)
+        session.state = State.IDLE
+        self._writer = session
+        return reply
+
+    def close(self) -> None:
+        """Close both sessions."""
+        for session in (self._control, self._writer):
+            if session is not None:
+                session.close()
+
+    def sessions(self) -> list[Session]:
+        """The sessions kept at present."""
+        return [session for session in (self._control, self._writer) if session is not None]

@@ -1,0 +1,317 @@
+"""What one router is made of: the map, the gates, the shards, and the background that watches over held rows."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING
+
+from lockrouter.deadline import now
+from lockrouter.errors import LossReason, RouterClosed
+from lockrouter.gate import Gates, Hold
+from lockrouter.metrics import Metrics, multiprocess
+from lockrouter.protocol.effects import SLEEP, Operation
+from lockrouter.routing import Routing, fingerprint, key_hash
+from lockrouter.session import Session, State
+from lockrouter.shard import Shard
+from lockrouter.watcher import Task, Watcher
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from lockrouter.config import RouterConfig
+
+__all__ = ["Core"]
+
+_log = logging.getLogger("lockrouter")
+
+_LOOK_EVERY = 0.05
+_LOOK_AFTER = 0.05
+
+# Degraded locks of one topology exclude each other in the whole process, whatever router took them.
+_local_gates: weakref.WeakValueDictionary[bytes, Gates] = weakref.WeakValueDictionary()
+_cores: weakref.WeakSet[Core] = weakref.WeakSet()
+
+
+class Core:
+    """Everything of one router but the verbs."""
+
+    def __init__(self, config: RouterConfig, registry: CollectorRegistry) -> None:
+        self.config = config
+        self.routing = Routing(config)
+        self._registry = registry
+        self._lock = threading.Lock()
+        self._build()
+        _cores.add(self)
+
+    def _build(self) -> None:
+        config = self.config
+        self.closed = False
+        self.started = False
+        self.generation = object()
+        self.gates = Gates()
+        self.local_gates = _local_gates.setdefault(fingerprint(config.topology), Gates())
+        self.shards = {shard.id: Shard(config, shard, on_demoted=self._demoted) for shard in config.shards}
+        # Rows whose ROLLBACK is on its way, and the session it went out on: the next request should follow it there.
+        self.affinity: dict[int, Session] = {}
+        self.orphans: deque[tuple[Hold, bytes]] = deque()
+        self._watcher: Watcher | None = None
+        self.metrics = Metrics.of(self._registry)
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Have the background thread run; connections are opened as they are needed. Idempotent."""
+        with self._lock:
+            if self.closed:
+                raise RouterClosed("the router is closed")
+            if self.started:
+                return
+            watcher = self._watcher = Watcher(f"lockrouter-{self.config.topology.name}")
+            tasks = [task for shard in self.shards.values() for task in shard.tasks(watcher)]
+            tasks.append(Task("lockrouter-look", self._look))
+            if multiprocess():
+                tasks.append(Task("lockrouter-metrics", self._fold_often))
+            self.metrics.add_source(id(self), self._fold)
+            watcher.start(tasks)
+            self.started = True
+
+    def close(self) -> None:
+        """Refuse callers, wake waiters, wait `close_timeout` for holders, then end everything. Idempotent."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+        self.gates.close()
+        self.local_gates.wake_all()
+        until = now() + self.config.router.close_timeout
+        pause = threading.Event()
+        while self.gates.holds() and now() < until:
+            pause.wait(0.01)
+        for hold in self.gates.holds():
+            self.lose_hold(hold, LossReason.ROUTER_CLOSED)
+            if hold.session is not None:
+                hold.session.die()
+        if self._watcher is not None:
+            self._watcher.close(self.config.pool.connect_timeout + 1.0)
+            self.metrics.remove_source(id(self))
+        for shard in self.shards.values():
+            shard.close()
+
+    def forked(self) -> None:
+        """In a child process: own nothing, end nothing of the parent's, begin afresh at the next call."""
+        for shard in self.shards.values():
+            for session in (*shard.pool.sessions, *shard.keeper.sessions()):
+                session.forget()
+        if self._watcher is not None:
+            self._watcher.forget()
+        closed = self.closed
+        self._lock = threading.Lock()
+        self._build()
+        self.closed = closed
+
+    # -- words --------------------------------------------------------------------------------------------------
+
+    def shown(self, key: bytes) -> str:
+        """A key as logs and errors may show it: its hash, unless `log_keys` is on."""
+        return repr(key) if self.config.router.log_keys else key_hash(key)
+
+    def tag(self, key: bytes) -> bytes:
+        """What the locking statement says of its key to whoever looks at the server."""
+        return key_hash(key).encode()
+
+    def storm(self) -> bool:
+        """True when two shards or more, owning `storm_ratio` of the buckets, do not answer."""
+        shut = [shard for shard in self.shards.values() if not shard.breaker.closed]
+        if len(shut) < 2:
+            return False
+        return sum(shard.buckets for shard in shut) >= self.config.router.storm_ratio * self.config.topology.buckets
+
+    # -- release ------------------------------------------------------------------------------------------------
+
+    def give_up(self, hold: Hold) -> None:
+        """Release a hold that no handle has."""
+        if self.gates.uncount(hold, hold.key):
+            self.free(hold)
+
+    def free(self, hold: Hold) -> None:
+        """Free the row of a hold without handles: handed over, or its ROLLBACK on the way, or its session closed."""
+        shard: Shard = hold.shard
+        held = now() - hold.granted_at
+        if hold.session is None:
+            shard.stats.local.released(held)
+            self.local_gates.leave(hold)
+            self.gates.leave(hold)
+            return
+        shard.stats.row.released(held)
+        if self.gates.has_heir(hold) and self._hand_over(hold, hold.session):
+            return
+        self._roll_back(hold, hold.session)
+
+    def _hand_over(self, hold: Hold, session: Session) -> bool:
+        """Pass the row to the next local waiter, where the server can be shown to still have it for this session."""
+        options = self.config.router
+        at = now()
+        if hold.passes >= options.handover_limit or at - hold.row_at >= options.handover_time:
+            return False
+        if at > session.safe_from + options.ghost_timeout - 1.5:
+            return False
+        with session.mutex:
+            if session.state != State.HOLDING or session.unread or session.wire.readable():
+                return False
+            return self.gates.hand_over(hold)
+
+    def _roll_back(self, hold: Hold, session: Session) -> None:
+        slot, affinity = hold.slot, self.affinity
+
+        def settled() -> None:
+            if affinity.get(slot) is session:
+                del affinity[slot]
+
+        try:
+            try:
+                with session.mutex:
+                    if session.hold is hold and session.state == State.HOLDING:
+                        affinity[slot] = session
+                        session.send_rollback(settled)
+            finally:
+                hold.shard.pool.give_back(session)
+        finally:
+            self.gates.leave(hold)
+
+    def reap(self) -> None:
+        """Release what dropped handles held."""
+        while self.orphans:
+            try:
+                hold, key = self.orphans.popleft()
+            except IndexError:
+                return
+            if self.gates.uncount(hold, key):
+                self.free(hold)
+
+    # -- loss ---------------------------------------------------------------------------------------------------
+
+    def lose(self, session: Session, reason: LossReason) -> None:
+        """Mark whoever holds through `session` as lost, and tell."""
+        hold = self.gates.lose(session, reason)
+        if hold is not None:
+            self._tell(hold, reason)
+
+    def lose_hold(self, hold: Hold, reason: LossReason) -> None:
+        """Mark this hold as lost, and tell."""
+        if self.gates.lose_hold(hold, reason):
+            self._tell(hold, reason)
+
+    def _tell(self, hold: Hold, reason: LossReason) -> None:
+        hold.shard.stats.count_lost("local" if hold.degraded else "row", reason.value)
+        _log.warning("lock lost: row %d on shard %s: %s", hold.slot, hold.shard.id, reason.value)
+        for callback in hold.callbacks:
+            threading.Thread(target=callback, args=(reason,), name="lockrouter-on-lost", daemon=True).start()
+
+    def _demoted(self, shard: Shard, reason: LossReason) -> None:
+        for session in tuple(shard.pool.sessions):
+            self.lose(session, reason)
+
+    # -- background ---------------------------------------------------------------------------------------------
+
+    def _look(self) -> Operation[None]:
+        """Twenty times a second: find held sessions that ended, ping those that are due, release what was dropped."""
+        while True:
+            self.reap()
+            held = [
+                session
+                for shard in self.shards.values()
+                for session in tuple(shard.pool.sessions)
+                if (hold := session.hold) is not None and now() - hold.granted_at > _LOOK_AFTER
+            ]
+            if held:
+                self._look_at(held)
+            yield (SLEEP, now() + _LOOK_EVERY, None)
+
+    def _look_at(self, held: list[Session]) -> None:
+        readable = _readable(held)
+        third = self.config.router.ghost_timeout / 3
+        for session in held:
+            if not session.mutex.acquire(blocking=False):
+                continue  # its holder is talking to the server just now, and will see for itself
+            try:
+                if session.hold is None:
+                    continue
+                alive = session.state == State.HOLDING
+                if alive and session in readable:
+                    # Only the answer to our own ping may come: anything else says that the session ended.
+                    alive = session.drain()
+                if alive and session.ping_sent_at is None and now() - session.safe_from > third:
+                    alive = session.send_ping()
+                reason = session.lost_reason(self.config.router.ghost_timeout)
+            finally:
+                session.mutex.release()
+            if not alive or reason is not None:
+                self.lose(session, reason or LossReason.CLOSED)
+
+    def _fold_often(self) -> Operation[None]:
+        while True:
+            self.metrics.fold()
+            yield (SLEEP, now() + 1.0, None)
+
+    def _fold(self, metrics: Metrics) -> None:
+        """Bring the metrics of this router up to date; called at a scrape."""
+        holds = self.gates.holds()
+        waiting: dict[str, int] = dict.fromkeys(self.shards, 0)
+        for slot, count in self.gates.waiters():
+            waiting[self.routing.shard_of_bucket(slot // self.config.topology.rows_per_bucket)] += count
+        for shard in self.shards.values():
+            mine = [hold for hold in holds if hold.shard is shard]
+            metrics.held.labels(shard.id, "row").set(sum(not hold.degraded for hold in mine))
+            metrics.held.labels(shard.id, "local").set(sum(hold.degraded for hold in mine))
+            metrics.waiters.labels(shard.id).set(waiting[shard.id])
+            self._fold_shard(metrics, shard)
+
+    def _fold_shard(self, metrics: Metrics, shard: Shard) -> None:
+        who = id(self)
+        for state, number in shard.pool.counts().items():
+            metrics.pool.labels(shard.id, state).set(number)
+        metrics.pool_limit.labels(shard.id).set(shard.pool.size)
+        metrics.breaker.labels(shard.id).set(shard.breaker.state)
+        rights = shard.rights
+        if rights is not None:
+            metrics.term.labels(shard.id).set(rights.term)
+            metrics.offset.labels(shard.id).set(rights.offset)
+        for (mode, reason), number in tuple(shard.stats.lost.items()):
+            name = (who, shard.id, "lost", mode, reason)
+            metrics.count(name, metrics.lost.labels(shard.id, mode, reason), number)
+        metrics.count((who, shard.id, "collisions"), metrics.collisions.labels(shard.id), shard.stats.collisions)
+        for mode, stats in (("row", shard.stats.row), ("local", shard.stats.local)):
+            outcomes, waits, wait_sum, holding, hold_sum = stats.copy()
+            for outcome, number in outcomes.items():
+                metrics.count((who, shard.id, mode, outcome), metrics.acquires.labels(shard.id, mode, outcome), number)
+            metrics.spread((who, shard.id, mode, "w"), metrics.wait.labels(shard.id, mode), waits, wait_sum)
+            metrics.spread((who, shard.id, mode, "h"), metrics.hold.labels(shard.id, mode), holding, hold_sum)
+
+
+def _readable(sessions: list[Session]) -> set[Session]:
+    """The sessions with something to read: in the kernel, or, under TLS, in the library."""
+    poll = select.poll()
+    by_descriptor: dict[int, Session] = {}
+    found: set[Session] = set()
+    for session in sessions:
+        descriptor = session.wire.sock.fileno()
+        if descriptor < 0 or session.wire.buffered():
+            found.add(session)
+        else:
+            by_descriptor[descriptor] = session
+            poll.register(descriptor, select.POLLIN)
+    return found | {by_descriptor[descriptor] for descriptor, _ in poll.poll(0)}
+
+
+def _after_fork_in_child() -> None:
+    _local_gates.clear()
+    for core in tuple(_cores):
+        core.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,343 @@
+"""The gates: in this process, one caller per row is inside, one is at the server, the others queue here.
+
+The protocol is section A of the project's model-checked rules. Every public method of `Gates` is one of its atomic
+blocks, run under the one mutex of all gates. After each block: a gate with a queue has a holder or a lead.
+
+1. `enter`: the holder's owner comes in again; an empty gate makes its caller the lead; others queue, unless that would
+   close a cycle of waiting.
+2. The lead asks the server. `granted` makes its hold the holder; `leave_queue` passes the lead on.
+3. `leave_queue`, at a deadline or an interruption, decides by the gate's state, never by the waiter's own memory.
+4. `leave` hands the row over to the head of the queue where that is allowed, else names the head as the next lead.
+5. `lose` looks up, inside the block, who holds through a session now. The gate stays closed until that holder leaves.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+from lockrouter.deadline import now
+from lockrouter.errors import LossReason, Overloaded, RouterClosed, WouldDeadlock
+from lockrouter.protocol.effects import Waiter
+from lockrouter.session import Session
+
+__all__ = ["Gates", "Hold", "Place", "Request"]
+
+
+class Place(enum.Enum):
+    """Where a request stands at its gate."""
+
+    NESTED = "nested"
+    LEAD = "lead"
+    QUEUED = "queued"
+    HOLDER = "holder"
+    BUSY = "busy"
+    GONE = "gone"
+
+
+class Hold:
+    """One occupation of a row by one owner, from the grant until the last of its handles is released."""
+
+    __slots__ = (
+        "base",
+        "callbacks",
+        "count",
+        "degraded",
+        "granted_at",
+        "key",
+        "keys",
+        "lost",
+        "owner",
+        "passes",
+        "row_at",
+        "session",
+        "shard",
+        "slot",
+        "thing",
+    )
+
+    def __init__(
+        self,
+        slot: int,
+        key: bytes,
+        thing: object,
+        owner: Hashable,
+        *,
+        shard: Any,
+        session: Session | None,
+        base: int = 0,
+        passes: int = 0,
+        row_at: float | None = None,
+    ) -> None:
+        self.slot = slot
+        self.key = key
+        self.thing = thing
+        self.owner = owner
+        self.shard = shard
+        self.session = session
+        self.degraded = session is None
+        self.base = base
+        self.passes = passes
+        self.granted_at = now()
+        self.row_at = self.granted_at if row_at is None else row_at
+        self.count = 1
+        self.keys: dict[bytes, int] = {key: 1}
+        self.lost: LossReason | None = None
+        self.callbacks: list[Callable[[LossReason], object]] = []
+
+
+class Request:
+    """One caller at a gate."""
+
+    __slots__ = ("hold", "key", "may_receive", "owner", "owns", "place", "session", "slot", "thing", "waiter")
+
+    def __init__(
+        self,
+        slot: int,
+        key: bytes,
+        thing: object,
+        owner: Hashable,
+        owns: tuple[Hold, ...],
+        *,
+        may_receive: bool = True,
+    ) -> None:
+        self.slot = slot
+        self.key = key
+        self.thing = thing
+        self.owner = owner
+        self.owns = owns
+        self.may_receive = may_receive
+        self.waiter = Waiter()
+        self.place = Place.GONE
+        self.hold: Hold | None = None
+        self.session: Session | None = None
+
+
+class _Gate:
+    __slots__ = ("holder", "lead", "queue")
+
+    def __init__(self) -> None:
+        self.holder: Hold | None = None
+        self.lead: Request | None = None
+        self.queue: deque[Request] = deque()
+
+
+class Gates:
+    """All rows of one topology that somebody in this process holds, asks for or waits for; nothing of others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._gates: dict[int, _Gate] = {}
+        # Which gate the owner of a hold waits at, for those who wait while they hold: the edges a cycle is made of.
+        self._waiting: dict[Hold, _Gate] = {}
+        self._closed = False
+
+    def enter(
+        self,
+        request: Request,
+        *,
+        wait: bool,
+        max_waiters: int | None = None,
+    ) -> Place:
+        """Place a request: NESTED (`request.hold` is set and counted), LEAD, QUEUED, or BUSY where it may not wait.
+
+        Args:
+            request: the caller; `request.owns` are the holds that are its own.
+            wait: whether the caller may queue.
+            max_waiters: how many may wait at this gate.
+
+        Raises:
+            WouldDeadlock: waiting would close a cycle inside this process.
+            Overloaded: `max_waiters` wait already.
+            RouterClosed: the gates are closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise RouterClosed("the router is closed")
+            gate = self._gates.get(request.slot)
+            if gate is None:
+                gate = self._gates[request.slot] = _Gate()
+                gate.lead = request
+                request.place = Place.LEAD
+                return Place.LEAD
+            holder = gate.holder
+            if holder is not None and (
+                holder in request.owns or (request.owner is not None and holder.owner == request.owner)
+            ):
+                holder.count += 1
+                holder.keys[request.key] = holder.keys.get(request.key, 0) + 1
+                request.hold = holder
+                request.place = Place.NESTED
+                return Place.NESTED
+            if not wait:
+                return Place.BUSY
+            if max_waiters is not None and len(gate.queue) >= max_waiters:
+                raise Overloaded(f"{max_waiters} callers of this process wait for the row already")
+            if request.owns:
+                self._refuse_cycle(gate, request.owns)
+            gate.queue.append(request)
+            request.place = Place.QUEUED
+            for hold in request.owns:
+                self._waiting[hold] = gate
+            return Place.QUEUED
+
+    def _refuse_cycle(self, gate: _Gate, owns: tuple[Hold, ...]) -> None:
+        """Follow who waits for whom from `gate` on; a lead waits at the server, where no chain goes on."""
+        seen: set[Hold] = set()
+        at: _Gate | None = gate
+        while at is not None and at.holder is not None and at.holder not in seen:
+            if at.holder in owns:
+                raise WouldDeadlock("waiting for this row would close a cycle of waiting inside this process")
+            seen.add(at.holder)
+            at = self._waiting.get(at.holder)
+
+    def granted(self, request: Request, hold: Hold) -> None:
+        """The server (or the outage) gave the lead its row: its hold is the holder."""
+        with self._lock:
+            gate = self._gates[request.slot]
+            gate.lead = None
+            gate.holder = hold
+            request.hold = hold
+            request.place = Place.HOLDER
+
+    def leave_queue(self, request: Request) -> Place:
+        """Give up waiting. HOLDER: the row was handed over before and is the caller's; else GONE, a lead passed on."""
+        with self._lock:
+            place = request.place
+            if place in (Place.HOLDER, Place.GONE, Place.NESTED):
+                return place
+            gate = self._gates[request.slot]
+            if place is Place.QUEUED:
+                gate.queue.remove(request)
+                self._forget_waiting(request)
+            else:
+                gate.lead = None
+                self._name_lead(gate, request.slot)
+            request.place = Place.GONE
+            return Place.GONE
+
+    def place_of(self, request: Request) -> Place:
+        """Where the request stands now."""
+        with self._lock:
+            return request.place
+
+    def _forget_waiting(self, request: Request) -> None:
+        for hold in request.owns:
+            self._waiting.pop(hold, None)
+
+    def _name_lead(self, gate: _Gate, slot: int) -> None:
+        if not gate.queue:
+            del self._gates[slot]
+            return
+        head = gate.queue.popleft()
+        self._forget_waiting(head)
+        gate.lead = head
+        head.place = Place.LEAD
+        head.waiter.wake()
+
+    def uncount(self, hold: Hold, key: bytes) -> bool:
+        """One handle less; True when it was the last, and the row is to be released by the caller."""
+        with self._lock:
+            hold.count -= 1
+            left = hold.keys[key] - 1
+            if left:
+                hold.keys[key] = left
+            else:
+                del hold.keys[key]
+            return hold.count == 0
+
+    def has_heir(self, hold: Hold) -> bool:
+        """A hint: somebody who could receive the row waits. Only `hand_over` decides."""
+        gate = self._gates.get(hold.slot)
+        return gate is not None and bool(gate.queue)
+
+    def hand_over(self, hold: Hold) -> bool:
+        """Make the head of the queue the holder through the same session, one pass on; False: nobody may receive it.
+
+        The caller holds the session's mutex and has found its socket clean, its time and its passes left.
+        """
+        with self._lock:
+            gate = self._gates[hold.slot]
+            if not gate.queue or not gate.queue[0].may_receive or hold.lost is not None:
+                return False
+            heir = gate.queue.popleft()
+            self._forget_waiting(heir)
+            heir.hold = gate.holder = Hold(
+                hold.slot,
+                heir.key,
+                heir.thing,
+                heir.owner,
+                shard=hold.shard,
+                session=hold.session,
+                base=hold.base,
+                passes=hold.passes + 1,
+                row_at=hold.row_at,
+            )
+            if hold.session is not None:
+                hold.session.hold = heir.hold
+            heir.place = Place.HOLDER
+            heir.waiter.wake()
+            return True
+
+    def leave(self, hold: Hold) -> None:
+        """The row is released: the head of the queue becomes the lead."""
+        with self._lock:
+            gate = self._gates.get(hold.slot)
+            if gate is not None and gate.holder is hold:
+                gate.holder = None
+                self._name_lead(gate, hold.slot)
+
+    def lose(self, session: Session, reason: LossReason) -> Hold | None:
+        """Mark whoever holds through `session` now as lost, once; the gate stays closed until it leaves."""
+        with self._lock:
+            hold: Hold | None = session.hold
+            if hold is None or hold.lost is not None:
+                return None
+            hold.lost = reason
+            return hold
+
+    def lose_hold(self, hold: Hold, reason: LossReason) -> bool:
+        """Mark this hold as lost; False: it was already."""
+        with self._lock:
+            if hold.lost is not None:
+                return False
+            hold.lost = reason
+            return True
+
+    def subscribe(self, hold: Hold, callback: Callable[[LossReason], object]) -> LossReason | None:
+        """Add a callback for the loss; returns the reason instead when the hold is lost already."""
+        with self._lock:
+            if hold.lost is None:
+                hold.callbacks.append(callback)
+            return hold.lost
+
+    def holder_of(self, slot: int) -> Hold | None:
+        """Who holds the row in this process."""
+        gate = self._gates.get(slot)
+        return gate.holder if gate is not None else None
+
+    def holds(self) -> list[Hold]:
+        """All present holds."""
+        with self._lock:
+            return [gate.holder for gate in self._gates.values() if gate.holder is not None]
+
+    def waiters(self) -> Iterable[tuple[int, int]]:
+        """Slots and how many wait at each, leads included."""
+        with self._lock:
+            return [(slot, len(gate.queue) + (gate.lead is not None)) for slot, gate in self._gates.items()]
+
+    def close(self) -> None:
+        """Refuse new callers; holders stay. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self.wake_all()
+
+    def wake_all(self) -> None:
+        """Have every waiter look again at what it waits for."""
+        with self._lock:
+            queued = [request for gate in self._gates.values() for request in gate.queue]
+        for request in queued:
+            request.waiter.wake()

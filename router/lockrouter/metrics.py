@@ -1,0 +1,171 @@
+"""Prometheus metrics. The hot path adds integers here; they are folded into the client library's metrics at a scrape.
+
+In prometheus_client's multiprocess mode nobody scrapes this process, so the background thread folds once a second.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
+
+__all__ = ["BOUNDS", "SEGMENTS", "Metrics", "ModeStats", "ShardStats", "multiprocess"]
+
+BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SEGMENTS = 64
+"""Equal parts of the bucket space whose heat is counted."""
+
+
+class ModeStats:
+    """Integers of one shard and mode, under their own mutex."""
+
+    __slots__ = ("_lock", "hold_counts", "hold_sum", "outcomes", "wait_counts", "wait_sum")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.outcomes: dict[str, int] = {}
+        self.wait_counts = [0] * (len(BOUNDS) + 1)
+        self.hold_counts = [0] * (len(BOUNDS) + 1)
+        self.wait_sum = 0.0
+        self.hold_sum = 0.0
+
+    def ended(self, outcome: str, waited: float) -> None:
+        """Count one acquisition that ended with `outcome` after `waited` seconds."""
+        with self._lock:
+            self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+            self.wait_counts[bisect_left(BOUNDS, waited)] += 1
+            self.wait_sum += waited
+
+    def released(self, held: float) -> None:
+        """Count one release after `held` seconds."""
+        with self._lock:
+            self.hold_counts[bisect_left(BOUNDS, held)] += 1
+            self.hold_sum += held
+
+    def copy(self) -> tuple[dict[str, int], list[int], float, list[int], float]:
+        """A consistent copy of all figures."""
+        with self._lock:
+            return dict(self.outcomes), [*self.wait_counts], self.wait_sum, [*self.hold_counts], self.hold_sum
+
+
+class ShardStats:
+    """All integers of one shard."""
+
+    def __init__(self) -> None:
+        self.row = ModeStats()
+        self.local = ModeStats()
+        self._lock = threading.Lock()
+        self.lost: dict[tuple[str, str], int] = {}
+        self.collisions = 0
+
+    def count_lost(self, mode: str, reason: str) -> None:
+        """Count one lost lock."""
+        with self._lock:
+            self.lost[mode, reason] = self.lost.get((mode, reason), 0) + 1
+
+    def collided(self) -> None:
+        """Count two keys of this process that met at one row."""
+        with self._lock:
+            self.collisions += 1
+
+
+def multiprocess() -> bool:
+    """True in prometheus_client's multiprocess mode."""
+    return "PROMETHEUS_MULTIPROC_DIR" in os.environ or "prometheus_multiproc_dir" in os.environ
+
+
+_of_registry: weakref.WeakKeyDictionary[CollectorRegistry, Metrics] = weakref.WeakKeyDictionary()
+
+
+class _Folding:
+    """A collector that brings the other metrics up to date before they are read; it has none of its own."""
+
+    def __init__(self, fold: Callable[[], None]) -> None:
+        self._fold = fold
+
+    def collect(self) -> Iterable[Metric]:
+        self._fold()
+        return ()
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+class Metrics:
+    """The metrics of all routers of this process that share a registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._lock = threading.Lock()
+        self._sources: dict[int, Callable[[Metrics], None]] = {}
+        self._seen: dict[object, Any] = {}
+        registry.register(_Folding(self.fold))
+        common: dict[str, Any] = {"registry": registry}
+        live: dict[str, Any] = {"registry": registry, "multiprocess_mode": "livesum"}
+        one: dict[str, Any] = {"registry": registry, "multiprocess_mode": "livemax"}
+        self.acquires = Counter("lockrouter_acquires", "Acquisitions ended", ("shard", "mode", "outcome"), **common)
+        self.wait = Histogram("lockrouter_wait_seconds", "Waiting", ("shard", "mode"), buckets=BOUNDS, **common)
+        self.hold = Histogram("lockrouter_hold_seconds", "Holding", ("shard", "mode"), buckets=BOUNDS, **common)
+        self.held = Gauge("lockrouter_held", "Locks held now", ("shard", "mode"), **live)
+        self.waiters = Gauge("lockrouter_waiters", "Callers waiting now", ("shard",), **live)
+        self.pool = Gauge("lockrouter_pool_connections", "Connections", ("shard", "state"), **live)
+        self.pool_limit = Gauge("lockrouter_pool_limit", "Connections allowed", ("shard",), **live)
+        self.breaker = Gauge("lockrouter_breaker_state", "0 closed, 1 half-open, 2 open", ("shard",), **one)
+        self.lost = Counter("lockrouter_lost", "Locks lost", ("shard", "mode", "reason"), **common)
+        self.offset = Gauge("lockrouter_clock_offset_seconds", "Server clock minus own", ("shard",), **one)
+        self.term = Gauge("lockrouter_term", "Term of the tokens", ("shard",), **one)
+        self.collisions = Counter(
+            "lockrouter_slot_collisions", "Different keys that met at one row in a process", ("shard",), **common
+        )
+        self.segment_acquires = Counter("lockrouter_segment_acquires", "Row locks", ("segment",), **common)
+        self.segment_wait = Counter("lockrouter_segment_wait_seconds", "Waiting", ("segment",), **common)
+
+    @classmethod
+    def of(cls, registry: CollectorRegistry) -> Metrics:
+        """The metrics of a registry, made at the first call."""
+        found = _of_registry.get(registry)
+        if found is None:
+            found = _of_registry[registry] = cls(registry)
+        return found
+
+    def add_source(self, key: int, fold: Callable[[Metrics], None]) -> None:
+        """Have `fold` called at each scrape until `remove_source`."""
+        with self._lock:
+            self._sources[key] = fold
+
+    def remove_source(self, key: int) -> None:
+        """Fold a source for the last time and forget it."""
+        with self._lock:
+            fold = self._sources.pop(key, None)
+            if fold is not None:
+                fold(self)
+                self._seen = {name: seen for name, seen in self._seen.items() if name[0] != key}  # type: ignore[index]
+
+    def fold(self) -> None:
+        """Bring every metric up to date."""
+        with self._lock:
+            for fold in self._sources.values():
+                fold(self)
+
+    def count(self, name: tuple[object, ...], counter: Any, value: float) -> None:
+        """Raise a counter by what `value`, a total, has grown since the last call under this name."""
+        grown = value - self._seen.get(name, 0)
+        if grown:
+            self._seen[name] = value
+            counter.inc(grown)
+
+    def spread(self, name: tuple[object, ...], histogram: Any, counts: list[int], total: float) -> None:
+        """Add to a histogram what its counts per bucket and their sum have grown since the last call."""
+        before, before_total = self._seen.get(name, ([0] * len(counts), 0.0))
+        if counts == before:
+            return
+        self._seen[name] = (counts, total)
+        for bucket, count, old in zip(histogram._buckets, counts, before, strict=True):
+            if count != old:
+                bucket.inc(count - old)
+        histogram._sum.inc(total - before_total)

@@ -1,0 +1,213 @@
+"""The sessions of one shard: at most `size` of them, given out last-in first-out, waited for first-in first-out.
+
+Connections are opened by the caller that needs one, outside every mutex; a session that comes back goes to the
+longest waiter, who accepts or refuses it in one step, so that nothing is given to a caller that has left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from lockrouter.deadline import now
+from lockrouter.protocol.effects import WAIT, Operation, Waiter
+from lockrouter.session import Session, State
+
+__all__ = ["Exhausted", "Pool", "PoolClosed"]
+
+_LOOK_AFTER = 0.2
+"""Seconds a session may have been idle before a check-out looks at its socket first."""
+
+
+class Exhausted(Exception):
+    """No session became free in time, or the owner's allowance beyond the pool's size is used up."""
+
+
+class PoolClosed(Exception):
+    """The pool is closed."""
+
+
+class _Claim:
+    """A place in the queue: filled with a session, or with leave to open one (`session` None)."""
+
+    __slots__ = ("filled", "session", "waiter")
+
+    def __init__(self) -> None:
+        self.waiter = Waiter()
+        self.filled = False
+        self.session: Session | None = None
+
+
+class Pool:
+    """Sessions for row locks. `open_one` opens a session; it is called without any mutex held."""
+
+    def __init__(self, size: int, open_one: Callable[[float], Operation[Session]]) -> None:
+        self.size = size
+        self._open_one = open_one
+        self._lock = threading.Lock()
+        self._idle: list[Session] = []
+        self._queue: deque[_Claim] = deque()
+        self._total = 0
+        self._closed = False
+        self.sessions: set[Session] = set()
+
+    def check_out(
+        self,
+        until: float,
+        *,
+        wait: bool = True,
+        beyond: bool = False,
+        prefer: Session | None = None,
+        fresh: bool = False,
+    ) -> Operation[Session]:
+        """Return a session for the caller alone, opening one where none is idle and the size permits.
+
+        Args:
+            until: the end of waiting and connecting, on the package's clock.
+            wait: False: never wait for another caller's session.
+            beyond: the caller holds a session of this pool already: it may exceed the size, by as much again, and
+                never waits.
+            prefer: taken if it is idle.
+            fresh: never an idle one.
+
+        Raises:
+            Exhausted: none in time.
+            PoolClosed: the pool is closed.
+            Whatever opening raises.
+        """
+        claim: _Claim | None = None
+        with self._lock:
+            if self._closed:
+                raise PoolClosed
+            session = None if fresh else self._take_idle(prefer)
+            if session is None:
+                limit = self.size * 2 if beyond else self.size
+                if self._total < limit and not (self._queue and not beyond):
+                    self._total += 1
+                elif beyond or not wait:
+                    raise Exhausted
+                else:
+                    claim = _Claim()
+                    self._queue.append(claim)
+        if claim is not None:
+            session = yield from self._wait(claim, until)
+        if session is not None:
+            return session
+        return (yield from self._open(until))
+
+    def _take_idle(self, prefer: Session | None) -> Session | None:
+        """Under `_lock`: a live idle session, looked at when it has been idle for long."""
+        if prefer is not None and prefer in self._idle:
+            self._idle.remove(prefer)
+            self._idle.append(prefer)
+        while self._idle:
+            session = self._idle.pop()
+            # Looking never waits: it is one poll of the kernel, and only for sessions nobody used just now.
+            if now() - session.answered_at < _LOOK_AFTER or session.drain():
+                return session
+            self._total -= 1
+            self.sessions.discard(session)
+        return None
+
+    def _wait(self, claim: _Claim, until: float) -> Operation[Session | None]:
+        try:
+            yield (WAIT, claim.waiter, until)
+        except BaseException:
+            self._withdraw(claim, keep=False)
+            raise
+        if not self._withdraw(claim, keep=True):
+            raise PoolClosed if self._closed else Exhausted
+        return claim.session
+
+    def _withdraw(self, claim: _Claim, *, keep: bool) -> bool:
+        """Leave the queue; True when the claim had been filled. Without `keep` what it holds goes to the next."""
+        with self._lock:
+            if not claim.filled:
+                if claim in self._queue:
+                    self._queue.remove(claim)
+                return False
+        if not keep:
+            if claim.session is not None:
+                self.give_back(claim.session)
+            else:
+                self._vacate()
+        return True
+
+    def _open(self, until: float) -> Operation[Session]:
+        """Open a session on a place that is counted already; the place is given up if that fails."""
+        try:
+            session = yield from self._open_one(until)
+        except BaseException:
+            self._vacate()
+            raise
+        with self._lock:
+            self.sessions.add(session)
+            closed = self._closed
+        if closed:
+            session.close()
+            self.give_back(session)
+            raise PoolClosed
+        return session
+
+    def _vacate(self) -> None:
+        """One place less is taken: the longest waiter may open a session on it."""
+        with self._lock:
+            if self._queue and self._total <= self.size:
+                self._fill(None)
+            else:
+                self._total -= 1
+
+    def _fill(self, session: Session | None) -> None:
+        claim = self._queue.popleft()
+        claim.session = session
+        claim.filled = True
+        claim.waiter.wake()
+
+    def give_back(self, session: Session) -> None:
+        """Return a session: kept when it is idle or its ROLLBACK is on the way, closed in any other state."""
+        keep = session.state <= State.ROLLBACK_SENT
+        session.fresh = False
+        with self._lock:
+            if keep and not self._closed and self._total <= self.size:
+                if self._queue:
+                    self._fill(session)
+                else:
+                    self._idle.append(session)
+                return
+            self.sessions.discard(session)
+        session.close()
+        self._vacate()
+
+    def idle_longer_than(self, seconds: float) -> list[Session]:
+        """Take out the sessions nobody used for so long; each must be given back."""
+        edge = now() - seconds
+        with self._lock:
+            old = [session for session in self._idle if session.answered_at < edge]
+            for session in old:
+                self._idle.remove(session)
+            return old
+
+    def purge(self) -> None:
+        """Look at every idle session and close those whose server has gone."""
+        for session in self.idle_longer_than(0.0):
+            session.drain()
+            self.give_back(session)
+
+    def counts(self) -> dict[str, int]:
+        """Sessions by state, for the metrics."""
+        with self._lock:
+            idle, total, waiting = len(self._idle), self._total, len(self._queue)
+        return {"idle": idle, "busy": total - idle, "waiting": waiting}
+
+    def close(self) -> None:
+        """Close what is idle, refuse new callers, wake the waiting ones with PoolClosed. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            queue, self._queue = self._queue, deque()
+        for claim in queue:
+            claim.waiter.wake()
+        for session in idle:
+            session.drain()
+            self.give_back(session)

@@ -1,0 +1,107 @@
+"""One connected socket as operations see it: send all, receive some, look without waiting."""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import ssl
+import struct
+
+from lockrouter.deadline import now
+
+__all__ = ["Wire"]
+
+_CHUNK = 65536
+
+
+class Wire:
+    """Bytes to and from one server; not thread-safe, the session's rules say who may use it.
+
+    A kernel socket stays in blocking mode and is bounded by SO_RCVTIMEO, which saves the poll before each read that
+    a Python timeout costs; TLS and cooperative (gevent) sockets use Python's own timeout.
+    """
+
+    __slots__ = ("_bound", "_kernel", "sock")
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._kernel = type(sock) is socket.socket and type(sock).__module__ == "socket"
+        self._bound = 0.0
+        sock.settimeout(None)
+        if self._kernel:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
+
+    def _set_bound(self, seconds: float) -> None:
+        # In steps of 50 ms, rounded up: calls with the usual timeout then find the bound already set.
+        bound = math.ceil(max(seconds, 0.001) * 20) / 20
+        if bound == self._bound:
+            return
+        self._bound = bound
+        if self._kernel:
+            whole = int(bound)
+            timeval = struct.pack("ll", whole, round((bound - whole) * 1_000_000))
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+        else:
+            self.sock.settimeout(bound)
+
+    def send(self, data: bytes) -> None:
+        """Hand all of `data` to the kernel; raises OSError."""
+        if self._kernel and self.sock.send(data) == len(data):
+            return
+        if self._kernel:
+            raise OSError("the peer takes no more bytes")
+        self.sock.sendall(data)
+
+    def receive(self, until: float) -> bytes:
+        """Return at least one byte, or `b""` at the end of the stream.
+
+        Raises:
+            TimeoutError: nothing came before `until` (at most 50 ms later).
+            OSError: the connection is broken.
+        """
+        self._set_bound(until - now())
+        try:
+            return self.sock.recv(_CHUNK)
+        except (BlockingIOError, TimeoutError):
+            raise TimeoutError("no reply") from None
+
+    def receive_now(self) -> bytes | None:
+        """Return what has arrived, `b""` at the end of the stream, None when there is nothing; never waits."""
+        if self._kernel:
+            try:
+                return self.sock.recv(_CHUNK, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return None
+        if not self.readable():
+            return None
+        self._bound = 0.0
+        self.sock.settimeout(0.0)
+        try:
+            return self.sock.recv(_CHUNK)
+        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
+            return None
+
+    def readable(self) -> bool:
+        """True when something, an end of the stream included, waits to be received."""
+        if self.buffered():
+            return True
+        poll = select.poll()
+        poll.register(self.sock.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
+    def buffered(self) -> bool:
+        """True when the TLS layer has bytes that the kernel no longer shows."""
+        return isinstance(self.sock, ssl.SSLSocket) and self.sock.pending() > 0
+
+    def close(self) -> None:
+        """Close at once, without a farewell; idempotent."""
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self.sock.close()
+
+    def forget(self) -> None:
+        """Close this process's descriptor only; the connection itself, which a parent process shares, lives on."""
+        self.sock.close()

@@ -1,0 +1,195 @@
+"""The router: the verbs that callers use, blocking."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from types import TracebackType
+from typing import Any, Self
+
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from lockrouter.acquire import Ask, take_row
+from lockrouter.config import RouterConfig, load
+from lockrouter.core import Core
+from lockrouter.deadline import Deadline, checked_timeout, now
+from lockrouter.errors import ConfigError, LockTimeout, Overloaded, RouterClosed, ShardError
+from lockrouter.owners import record
+from lockrouter.protocol.effects import WAIT, Operation, drive
+from lockrouter.routing import Address, encode
+from lockrouter.rowlock import RowLock
+from lockrouter.shard import Shard
+
+__all__ = ["LockRouter"]
+
+
+class LockRouter:
+    """Locks keys on the rows of many MySQL databases, as one shard file maps them.
+
+    Thread-safe; one per process. Built lazily: it may be made while a shard is down. After a fork the child owns
+    nothing and works with fresh connections.
+    """
+
+    def __init__(self, config: RouterConfig, *, registry: CollectorRegistry = REGISTRY) -> None:
+        """Make a router of a decoded shard file; nothing is connected yet.
+
+        Args:
+            config: what `load` or `parse` returned.
+            registry: where the Prometheus metrics are registered.
+        """
+        self._core = Core(config, registry)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], *, registry: CollectorRegistry = REGISTRY) -> Self:
+        """Make a router of a shard file.
+
+        Raises:
+            ConfigError: the file is wrong; names file, field and value.
+        """
+        return cls(load(path), registry=registry)
+
+    def lock(
+        self,
+        key: str | bytes,
+        timeout: float | None = None,
+        *,
+        owner: Hashable = None,
+        reentrant: bool = True,
+        confirm: bool = False,
+    ) -> RowLock:
+        """Take the row lock of `key`, waiting for other holders, and return its handle.
+
+        Args:
+            key: 1 to 255 bytes, as `bytes` or UTF-8 `str`.
+            timeout: seconds for the whole call, which returns within `timeout` + 0.1; None: the configured default;
+                0: never waits for another holder or for the pool.
+            owner: who nests with whom; by default the running task, greenlet or thread in its own context.
+            reentrant: False: `WouldDeadlock` when the owner holds the row already.
+            confirm: leaving the block awaits the release and proves that the lock was held to the end.
+
+        Raises:
+            LockTimeout: the row stayed busy.
+            ShardError: one of its kinds; the row says nothing then.
+            InvalidKey, WouldDeadlock, Overloaded, Frozen, RouterClosed, ConfigError: as their docstrings say.
+        """
+        handle, ask = self._take(key, timeout, owner=owner, reentrant=reentrant, confirm=confirm)
+        if handle is None:
+            raise ask.timed_out(self._core.gates)
+        return handle
+
+    def try_lock(
+        self, key: str | bytes, *, owner: Hashable = None, reentrant: bool = True, confirm: bool = False
+    ) -> RowLock | None:
+        """Take the row lock of `key` if the row is free now; None: the row is busy. An outage raises.
+
+        Raises:
+            As `lock`, but for LockTimeout.
+        """
+        return self._take(key, 0.0, owner=owner, reentrant=reentrant, confirm=confirm)[0]
+
+    def _take(
+        self, key: str | bytes, timeout: float | None, *, owner: Hashable, reentrant: bool, confirm: bool
+    ) -> tuple[RowLock | None, Ask]:
+        core = self._core
+        raw = encode(key)
+        rule = core.config.class_of(raw)
+        deadline = Deadline(checked_timeout(timeout, rule.timeout))
+        if rule.mode != "row":
+            raise ConfigError(f"the class of this key has mode {rule.mode!r}; a row lock was asked for", field="mode")
+        if not core.started or core.closed:
+            core.start()
+        if core.orphans:
+            core.reap()
+        ask = Ask(core, raw, rule, deadline, wait=deadline.timeout > 0, owner=owner, reentrant=reentrant)
+        handle = RowLock(core, key, raw, ask.address, confirm=confirm)
+        stats = ask.shard.stats
+        try:
+            hold = drive(take_row(ask))
+            if hold is None:
+                stats.row.ended("busy", deadline.waited())
+                return None, ask
+            handle._attach(hold)
+        except LockTimeout:
+            stats.row.ended("timeout", deadline.waited())
+            raise
+        except (Overloaded, ShardError) as error:
+            refused = isinstance(error, Overloaded) or not ask.shard.breaker.closed
+            stats.row.ended("refused" if refused else "error", deadline.waited())
+            raise
+        if ask.request.hold is not hold or hold.count == 1:
+            record(hold)
+        if hold.degraded:
+            stats.local.ended("degraded", deadline.waited())
+        else:
+            stats.row.ended("acquired", deadline.waited())
+        return handle, ask
+
+    def route(self, key: str | bytes) -> Address:
+        """Where `key` lives: pure, no I/O, the same everywhere for the same key and map.
+
+        Raises:
+            InvalidKey: the key is none.
+        """
+        return self._core.routing.route(encode(key))
+
+    def warm(self) -> None:
+        """Open `min_idle` connections to every shard and wait until each may grant; for readiness probes.
+
+        Raises:
+            ShardError: of the first shard that is not ready within `connect_timeout`.
+        """
+        self._core.start()
+        for shard in self._core.shards.values():
+            drive(_warm(shard))
+
+    def health(self) -> dict[str, dict[str, Any]]:
+        """What is known of each shard, by its id; no I/O."""
+        return {shard.id: _health(shard) for shard in self._core.shards.values()}
+
+    def close(self) -> None:
+        """Refuse new callers, wake the waiting ones, wait `close_timeout` for holders, close all. Idempotent.
+
+        Holders that are still there lose their locks (reason `router_closed`).
+        """
+        self._core.close()
+
+    def __enter__(self) -> Self:
+        if self._core.closed:
+            raise RouterClosed("the router is closed")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _warm(shard: Shard) -> Operation[None]:
+    until = now() + shard.config.pool.connect_timeout
+    sessions = []
+    try:
+        for _ in range(shard.config.pool.min_idle):
+            sessions.append((yield from shard.pool.check_out(until, wait=False)))
+    finally:
+        for session in sessions:
+            shard.pool.give_back(session)
+    while shard.rights is None and now() < until:
+        waiter = shard.watch_for_change()
+        if shard.rights is None:
+            yield (WAIT, waiter, until)
+        shard.unwatch(waiter)
+    if shard.rights is None:
+        raise shard.refusal_error() or shard.unready_error()
+
+
+def _health(shard: Shard) -> dict[str, Any]:
+    rights, refusal = shard.rights, shard.refusal
+    state = "refused" if refusal else "open" if not shard.breaker.closed else "ok" if rights else "starting"
+    return {
+        "state": state,
+        "why": refusal.why if refusal else None if rights else shard.waiting_for,
+        "role": "primary" if rights else "unknown",
+        "term": rights.term if rights else None,
+        "breaker": shard.breaker.state.name.lower(),
+        "pool": shard.pool.counts(),
+    }

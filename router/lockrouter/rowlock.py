@@ -1,0 +1,209 @@
+"""The handle of a row lock: what a caller holds between the grant and the release."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from lockrouter.deadline import now
+from lockrouter.errors import LockLost, LossReason, NotHeld, NoToken
+from lockrouter.gate import Hold
+from lockrouter.owners import forget
+from lockrouter.protocol.effects import drive
+from lockrouter.protocol.packets import IN_TRANSACTION, Rows
+from lockrouter.session import Gone, Session, Silent, State
+from lockrouter.sql.statements import CHECK
+
+if TYPE_CHECKING:
+    from lockrouter.core import Core
+    from lockrouter.routing import Address
+
+__all__ = ["RowLock"]
+
+
+class RowLock:
+    """A held row lock, and its own context manager: leaving the block releases it.
+
+    Holding is never certain until the release is confirmed; `lost` and `check` tell what can be known before.
+    A handle is released once, by any thread. One that is collected unreleased is released then, with a
+    `ResourceWarning`.
+    """
+
+    __slots__ = ("_confirm", "_core", "_generation", "_hold", "_key", "_open", "_token", "address", "key")
+
+    def __init__(self, core: Core, key: str | bytes, raw: bytes, address: Address, *, confirm: bool) -> None:
+        self._core = core
+        self._generation = core.generation
+        self._hold: Hold | None = None
+        self._key = raw
+        self._open: list[bool] = []
+        self._confirm = confirm
+        self._token = 0
+        self.key = key
+        self.address = address
+
+    def _attach(self, hold: Hold) -> None:
+        self._hold = hold
+        self._token = hold.base + hold.passes
+        self._open.append(True)
+
+    @property
+    def _held(self) -> Hold:
+        assert self._hold is not None
+        return self._hold
+
+    @property
+    def degraded(self) -> bool:
+        """True, for the lock's whole life, if it was taken while excluding this process only."""
+        return self._held.degraded
+
+    @property
+    def token(self) -> int:
+        """The fencing token: greater than that of every earlier exclusive holder of this key.
+
+        Raises:
+            NoToken: the lock is degraded.
+        """
+        if self._held.degraded:
+            raise NoToken("a degraded lock excludes this process only and has no token")
+        return self._token
+
+    @property
+    def lost(self) -> bool:
+        """True once the lock is known to have ended under its holder; no I/O, by the session's state and the clock."""
+        return self._loss() is not None
+
+    def _loss(self) -> LossReason | None:
+        hold = self._held
+        if self._generation is not self._core.generation:
+            return LossReason.FORKED
+        if hold.lost is not None or hold.session is None or not self._open:
+            return hold.lost
+        reason = hold.session.lost_reason(self._core.config.router.ghost_timeout)
+        if reason is not None and hold.session.hold is hold:
+            self._core.lose_hold(hold, reason)
+        return hold.lost
+
+    def on_lost(self, callback: Callable[[LossReason], object]) -> None:
+        """Have `callback(reason)` called once when the lock is lost, on a thread of its own; at once if it is lost."""
+        reason = self._loss() or self._core.gates.subscribe(self._held, callback)
+        if reason is not None:
+            callback(reason)
+
+    def check(self) -> None:
+        """Ask the server, in one round trip: afterwards the lock was held, on a writable primary, a moment ago.
+
+        Raises:
+            LockLost: it is lost.
+            NotHeld: it was released.
+        """
+        hold = self._held
+        if not self._open:
+            raise NotHeld("the lock was released")
+        reason = self._loss()
+        if reason is None and hold.session is not None:
+            reason = self._ask_server(hold, hold.session)
+            if reason is not None:
+                self._core.lose_hold(hold, reason)
+        if reason is not None:
+            raise self._lost_error(reason)
+
+    def _ask_server(self, hold: Hold, session: Session) -> LossReason | None:
+        shard = hold.shard
+        with session.mutex:
+            if session.hold is not hold or session.state != State.HOLDING:
+                return LossReason.CLOSED
+            try:
+                reply = drive(session.exchange(CHECK, now() + shard.config.pool.connect_timeout))
+            except Gone:
+                return LossReason.CLOSED
+            except Silent:
+                return LossReason.SILENT
+            session.state = State.HOLDING
+        if not isinstance(reply, Rows) or not reply.status & IN_TRANSACTION:
+            return LossReason.TRANSACTION_ENDED
+        if len(reply.rows) != 1 or reply.rows[0][1] != b"0" or shard.refusal is not None:
+            return LossReason.DEMOTED
+        return None
+
+    def release(self, *, confirm: bool = False) -> None:
+        """Free the row soon: its ROLLBACK is sent, not awaited. Any thread may release.
+
+        With `confirm` it is awaited, one round trip, and proves that the lock was held to the end.
+
+        Raises:
+            NotHeld: this handle was released before.
+            LockLost: the lock is known to be lost, or could not be confirmed.
+        """
+        if self._generation is not self._core.generation:
+            return
+        try:
+            self._open.pop()
+        except IndexError:
+            raise NotHeld("the lock was released before") from None
+        hold = self._held
+        reason = hold.lost or self._final_loss(hold)
+        try:
+            if self._core.gates.uncount(hold, self._key):
+                forget(hold)
+                if confirm and reason is None and hold.session is not None:
+                    reason = self._confirmed(hold, hold.session)
+                self._core.free(hold)
+            elif confirm and reason is None and hold.session is not None:
+                reason = self._ask_server(hold, hold.session)
+        finally:
+            if reason is not None:
+                self._core.lose_hold(hold, reason)
+        if reason is not None:
+            raise self._lost_error(reason)
+
+    def _final_loss(self, hold: Hold) -> LossReason | None:
+        if hold.session is None:
+            return None
+        return hold.session.lost_reason(self._core.config.router.ghost_timeout)
+
+    def _confirmed(self, hold: Hold, session: Session) -> LossReason | None:
+        with session.mutex:
+            if session.hold is not hold or session.state != State.HOLDING:
+                return LossReason.CLOSED
+            try:
+                alive = drive(session.confirm(now() + hold.shard.config.pool.connect_timeout))
+            except Gone:
+                return LossReason.CLOSED
+            except Silent:
+                return LossReason.SILENT
+        return None if alive else LossReason.TRANSACTION_ENDED
+
+    def _lost_error(self, reason: LossReason) -> LockLost:
+        shown = self._core.shown(self._key)
+        return LockLost(f"the lock of key {shown} is lost: {reason.value}", key=self._key, reason=reason)
+
+    def __enter__(self) -> RowLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._open:
+            return
+        try:
+            self.release(confirm=self._confirm)
+        except LockLost as lost:
+            if error is None:
+                raise
+            error.add_note(f"and the lock was lost meanwhile: {lost}")
+
+    def __repr__(self) -> str:
+        state = "released" if not self._open else "degraded" if self._hold and self._hold.degraded else "held"
+        return f"<RowLock {self._core.shown(self._key)} {self.address} {state}>"
+
+    def __del__(self) -> None:
+        # No I/O here: a finaliser may run anywhere. The next acquisition or the background thread releases the row.
+        if not getattr(self, "_open", None) or self._generation is not self._core.generation:
+            return
+        self._open.clear()
+        if self._hold is not None:
+            self._core.orphans.append((self._hold, self._key))
+            warnings.warn(f"{self!r} was dropped without release", ResourceWarning, stacklevel=2, source=self)

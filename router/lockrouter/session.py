@@ -1,0 +1,379 @@
+"""One connection to one server, the state it is in, and what is still unread on it.
+
+This module and `protocol/wire.py` are the only ones that touch PyMySQL's internals: PyMySQL connects and
+authenticates, DBUtils owns the connection object, and from then on this module talks to its socket.
+"""
+
+from __future__ import annotations
+
+import enum
+import ssl
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pymysql
+from dbutils.steady_db import SteadyDBConnection
+from pymysql.connections import Connection
+
+from lockrouter.deadline import now
+from lockrouter.errors import LossReason
+from lockrouter.protocol.effects import CALL, RECEIVE, SEND, Operation
+from lockrouter.protocol.packets import (
+    IN_TRANSACTION,
+    PING,
+    QUIT,
+    ROLLBACK,
+    Err,
+    Ok,
+    ProtocolViolation,
+    Reply,
+    ReplyReader,
+    Rows,
+)
+from lockrouter.protocol.wire import Wire
+from lockrouter.sql.statements import Dialect, dialect_of
+
+if TYPE_CHECKING:
+    from lockrouter.config import Endpoint
+
+__all__ = ["Answered", "Gone", "Incarnation", "Session", "Silent", "State", "dial", "open_session"]
+
+Incarnation = tuple[bytes, int]
+"""A server between two starts of it: its identity and, by its own clock in microseconds, when it started."""
+
+
+class State(enum.IntEnum):
+    """What a session may be used for; only IDLE and ROLLBACK_SENT may be kept in a pool."""
+
+    IDLE = 0
+    ROLLBACK_SENT = 1
+    BUSY = 2
+    HOLDING = 3
+    DEAD = 4
+
+
+class Gone(Exception):
+    """The connection ended; `answered` says whether any byte of the awaited reply had come."""
+
+    def __init__(self, message: str, *, answered: bool = False) -> None:
+        super().__init__(message)
+        self.answered = answered
+
+
+class Silent(Exception):
+    """No complete reply came in time; the connection is closed."""
+
+
+class Answered(Exception):
+    """The server answered with an error where none can be worked around."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(f"({code}) {message}")
+        self.code = code
+
+
+class _NeverRaised(Exception):
+    """The one kind of failure DBUtils may repair by itself: none."""
+
+
+class Session:
+    """A connection with its state; its owner is whoever checked it out, or, while HOLDING, the hold.
+
+    `mutex` guards the socket while HOLDING, when the holder, the releaser and the background thread may meet.
+    """
+
+    __slots__ = (
+        "_on_settled",
+        "_reader",
+        "_steady",
+        "answered_at",
+        "connection_id",
+        "dialect",
+        "fresh",
+        "hold",
+        "incarnation",
+        "mutex",
+        "ping_sent_at",
+        "safe_from",
+        "state",
+        "unread",
+        "wire",
+    )
+
+    def __init__(self, steady: Any, connection: Connection[Any]) -> None:
+        self._steady = steady
+        self._reader = ReplyReader()
+        self._on_settled: Callable[[], None] | None = None
+        self.wire = Wire(connection._sock)  # type: ignore[attr-defined]
+        self.dialect: Dialect = dialect_of(connection.server_version)  # type: ignore[attr-defined]
+        self.connection_id: int = connection.thread_id()  # type: ignore[no-untyped-call]
+        self.incarnation: Incarnation = (b"", 0)
+        self.mutex = threading.Lock()
+        self.state = State.IDLE
+        self.hold: Any = None
+        self.unread = 0
+        self.fresh = True
+        self.answered_at = self.safe_from = now()
+        self.ping_sent_at: float | None = None
+
+    def exchange(self, packet: bytes, until: float, *, more: bool = False) -> Operation[Reply]:
+        """Send one command and return its complete reply; whatever else happens, the session is dead.
+
+        With `more` the packet was a train, and the next reply is fetched by an exchange of nothing.
+
+        Afterwards the state is BUSY: the caller says what it is now.
+
+        Raises:
+            Silent: no complete reply by `until`.
+            Gone: the connection ended or sent what cannot be a reply.
+        """
+        self.state = State.BUSY
+        answered = False
+        try:
+            sent_at = now()
+            if packet:
+                yield (SEND, self.wire, packet)
+            while True:
+                reply = self._reader.next()
+                if reply is None:
+                    data = yield (RECEIVE, self.wire, until)
+                    if not data:
+                        raise Gone("the server closed the connection", answered=answered)
+                    self._reader.feed(data)
+                    continue
+                if self.unread:
+                    self._settle(reply)
+                    continue
+                answered = True
+                if isinstance(reply, Err) and reply.unsolicited:
+                    raise Gone(f"({reply.code}) {reply.message}")
+                break
+            if not more and not self._reader.empty:
+                raise Gone("bytes after the reply", answered=True)
+        except TimeoutError as error:
+            self.die()
+            raise Silent(str(error)) from None
+        except (OSError, ProtocolViolation) as error:
+            self.die()
+            raise Gone(str(error), answered=answered) from error
+        except BaseException:
+            self.die()
+            raise
+        self.answered_at = now()
+        self.safe_from = sent_at
+        return reply
+
+    def _settle(self, reply: Reply) -> None:
+        """Account for one reply that was left unread on purpose: that of a ROLLBACK or a PING."""
+        if not isinstance(reply, Ok):
+            raise Gone(f"({reply.code}) {reply.message}" if isinstance(reply, Err) else "rows for a ROLLBACK")
+        self.unread -= 1
+        if not self.unread:
+            self._settled()
+
+    def _settled(self) -> None:
+        settled, self._on_settled = self._on_settled, None
+        if settled is not None:
+            settled()
+
+    def send_rollback(self, on_settled: Callable[[], None] | None = None) -> bool:
+        """Put a ROLLBACK on its way, its reply to be read later; False: the session is dead.
+
+        `on_settled` is called when the server is known to have executed it, or the session to be closed.
+        """
+        self.hold = None
+        self.ping_sent_at = None
+        self._on_settled = on_settled
+        try:
+            self.wire.send(ROLLBACK)
+        except OSError:
+            self.die()
+            return False
+        except BaseException:
+            self.die()
+            raise
+        self.unread += 1
+        self.state = State.ROLLBACK_SENT
+        self.safe_from = now()
+        return True
+
+    def rollback(self, until: float) -> Operation[None]:
+        """End the transaction and wait for the server's word; afterwards the session is idle or dead."""
+        reply = yield from self.exchange(ROLLBACK, until)
+        if not isinstance(reply, Ok) or reply.status & IN_TRANSACTION:
+            self.die()
+            return
+        self.state = State.IDLE
+
+    def ping(self, until: float) -> Operation[None]:
+        """Have the server say that it lives and that the transaction is still open.
+
+        Raises:
+            Gone: it is not.
+            Silent: it did not say.
+        """
+        reply = yield from self.exchange(PING, until)
+        if not isinstance(reply, Ok) or not reply.status & IN_TRANSACTION:
+            self.die()
+            raise Gone("the server ended the transaction", answered=True)
+
+    def confirm(self, until: float) -> Operation[bool]:
+        """Release with proof, in one trip: True when the transaction was alive when the ROLLBACK behind it came."""
+        self.hold = None
+        reply = yield from self.exchange(PING + ROLLBACK, until, more=True)
+        alive = isinstance(reply, Ok) and bool(reply.status & IN_TRANSACTION)
+        reply = yield from self.exchange(b"", until)
+        self.state = State.IDLE
+        if not isinstance(reply, Ok) or reply.status & IN_TRANSACTION:
+            self.die()
+            raise Gone("the ROLLBACK failed", answered=True)
+        return alive
+
+    def drain(self) -> bool:
+        """Read, without waiting, what was left unread; False: the session is dead, or says what nobody asked for."""
+        try:
+            while (data := self.wire.receive_now()) is not None:
+                if not data:
+                    raise Gone("the server closed the connection")
+                self._reader.feed(data)
+                while (reply := self._reader.next()) is not None:
+                    if not self.unread:
+                        raise Gone("an unasked reply")
+                    self._settle(reply)
+                    self.answered_at = now()
+        except (OSError, ProtocolViolation, Gone):
+            self.die()
+            return False
+        if not self.unread and self.state == State.ROLLBACK_SENT:
+            self.state = State.IDLE
+        return True
+
+    def send_ping(self) -> bool:
+        """Ask a held session for a sign of life, to be read by `drain`; under `mutex`. False: dead."""
+        sent_at = now()
+        try:
+            self.wire.send(PING)
+        except OSError:
+            self.die()
+            return False
+        self.unread += 1
+        self.ping_sent_at = sent_at
+        self._on_settled = self._ponged
+        return True
+
+    def _ponged(self) -> None:
+        if self.ping_sent_at is not None:
+            self.safe_from, self.ping_sent_at = self.ping_sent_at, None
+
+    def die(self) -> None:
+        """Close at once: the server ends the transaction when it sees the end of the stream. Idempotent."""
+        if self.state == State.DEAD:
+            return
+        self.state = State.DEAD
+        self.wire.close()
+        self._steady = None
+        self._settled()
+
+    def close(self) -> None:
+        """Say good-bye where nothing is in flight, then close. Idempotent."""
+        if self.state == State.IDLE:
+            try:
+                self.wire.send(QUIT)
+            except OSError:
+                pass
+        self.die()
+
+    def forget(self) -> None:
+        """In a child process: let go of the parent's connection without ending it."""
+        self.state = State.DEAD
+        self.wire.forget()
+
+    def lost_reason(self, ghost_timeout: float) -> LossReason | None:
+        """Why what this session holds is lost by its own state or the clock, or None; no I/O."""
+        if self.state == State.DEAD:
+            return LossReason.CLOSED
+        if now() > self.safe_from + ghost_timeout - 0.5:
+            return LossReason.SILENT
+        return None
+
+
+def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None) -> Session:
+    """Connect and authenticate within about `seconds`, blocking; the session is IDLE and not yet set up.
+
+    Raises:
+        Answered: the server answered with an error (access denied, too many connections, unknown database).
+        Gone: it could not be reached, or ended the connection.
+    """
+    bound = max(0.001, seconds)
+    steady = SteadyDBConnection(
+        pymysql,
+        failures=(_NeverRaised,),
+        ping=0,
+        closeable=True,
+        host=endpoint.host,
+        port=endpoint.port,
+        unix_socket=endpoint.unix_socket,
+        user=endpoint.user,
+        password=endpoint.password,
+        database=endpoint.database,
+        charset="utf8mb4",
+        autocommit=None,
+        connect_timeout=bound,
+        read_timeout=bound,
+        write_timeout=bound,
+        ssl=tls,
+        ssl_disabled=tls is None,
+        program_name="lockrouter",
+        defer_connect=True,
+    )
+    connection = steady._con
+    try:
+        connection.connect()
+    except pymysql.MySQLError as error:
+        code = error.args[0] if error.args and isinstance(error.args[0], int) else 0
+        text = str(error.args[1]) if len(error.args) > 1 else str(error)
+        if 1000 <= code < 2000 or 3000 <= code < 4000:
+            raise Answered(code, text) from error
+        raise Gone(text) from error
+    except OSError as error:
+        raise Gone(str(error)) from error
+    session = Session(steady, connection)
+    # The socket is this module's now: PyMySQL's reader must not take bytes, its finaliser must not send any.
+    connection._rfile, connection._sock, connection._closed = None, None, True
+    return session
+
+
+def open_session(
+    endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, *, control: bool, ghost_timeout: int
+) -> Operation[Session]:
+    """Return a session that is set up for its purpose; nothing of a failed attempt remains.
+
+    Raises:
+        Answered, Gone, Silent: as `dial`, and for what the set-up says.
+    """
+    until = now() + seconds
+    session: Session = yield (CALL, lambda: dial(endpoint, seconds, tls), None)
+    try:
+        setup = session.dialect.control_setup if control else session.dialect.session_setup
+        reply = yield from session.exchange(setup(ghost_timeout), until)
+        if isinstance(reply, Err):
+            raise Answered(reply.code, reply.message)
+        session.state = State.IDLE
+    except BaseException:
+        session.die()
+        raise
+    return session
+
+
+def single_row(reply: Reply, *, columns: int | None = None) -> tuple[bytes | None, ...]:
+    """Return the one row of a reply.
+
+    Raises:
+        Answered: the reply is an error, or not one row.
+    """
+    if isinstance(reply, Err):
+        raise Answered(reply.code, reply.message)
+    if not isinstance(reply, Rows) or len(reply.rows) != 1:
+        raise Answered(0, "expected exactly one row")
+    return reply.rows[0]

@@ -1,0 +1,240 @@
+"""One database as this process sees it: its pool, its breaker, and whether it may grant."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from lockrouter.breaker import Breaker
+from lockrouter.control import Keeper, Rights, started_us
+from lockrouter.deadline import now
+from lockrouter.errors import LossReason, ShardError, ShardUnavailable, TopologyMismatch
+from lockrouter.metrics import ShardStats
+from lockrouter.pool import Pool
+from lockrouter.protocol.effects import SLEEP, Operation, Waiter
+from lockrouter.protocol.packets import PING
+from lockrouter.routing import PROTOCOL, fingerprint
+from lockrouter.session import Answered, Gone, Session, Silent, State, open_session, single_row
+from lockrouter.watcher import Task, Watcher
+
+if TYPE_CHECKING:
+    from lockrouter.config import Endpoint, RouterConfig, ShardConfig
+
+__all__ = ["Refusal", "Shard"]
+
+_log = logging.getLogger("lockrouter")
+
+
+class Refusal(NamedTuple):
+    """Why a server that answers must not grant now."""
+
+    why: str
+    mismatch: bool = False
+
+
+class Shard:
+    """State and connections of one shard; it knows nothing of keys, gates or handles."""
+
+    def __init__(self, config: RouterConfig, shard: ShardConfig, *, on_demoted: Callable[[Shard, LossReason], None]):
+        self.config = config
+        self.id = shard.id
+        self.protocol = PROTOCOL
+        self.fingerprint = fingerprint(config.topology)
+        self.buckets = sum(last - first + 1 for first, last in shard.ranges())
+        self._endpoints: tuple[Endpoint, ...] = config.endpoints(shard)
+        self._tls = _tls_context(self._endpoints[0])
+        self._on_demoted = on_demoted
+        self._lock = threading.Lock()
+        self._changed: list[Waiter] = []
+        self.rights: Rights | None = None
+        self.refusal: Refusal | None = None
+        self.waiting_for = "the shard has not been asked yet"
+        self.cause: BaseException | None = None
+        self.clock_fell = False
+        self.frozen: tuple[bytes, ...] = ()
+        self.stats = ShardStats()
+        self.breaker = Breaker(config.breaker.failures, config.breaker.probe_after)
+        self.pool = Pool(config.pool.size, self._open_for_rows)
+        self.keeper = Keeper(self)
+        self._watcher: Watcher | None = None
+        self._tasks: dict[str, Task] = {}
+
+    # -- background ---------------------------------------------------------------------------------------------
+
+    def tasks(self, watcher: Watcher) -> list[Task]:
+        """The endless operations of this shard, to be run by `watcher`."""
+        self._watcher = watcher
+        operations = {"control": self.keeper.watch, "writer": self.keeper.write, "idle": self._keep_idle}
+        self._tasks = {name: Task(f"lockrouter-{self.id}-{name}", make) for name, make in operations.items()}
+        return list(self._tasks.values())
+
+    def poke_control(self) -> None:
+        """Read the server's state now, not at the next `role_check`."""
+        if self._watcher is not None:
+            self._watcher.poke(self._tasks["control"])
+
+    def poke_writer(self) -> None:
+        """Let the writer look for work now."""
+        if self._watcher is not None:
+            self._watcher.poke(self._tasks["writer"])
+
+    def kill(self, connection_id: int) -> None:
+        """Have the server end one of this process's connections: what it waits for there, it waits for nobody."""
+        self.keeper.kills.append(connection_id)
+        self.poke_control()
+
+    def _keep_idle(self) -> Operation[None]:
+        """Ping up to `min_idle` sessions nobody used for a third of `ghost_timeout`; close the others."""
+        third = self.config.router.ghost_timeout / 3
+        while True:
+            yield (SLEEP, now() + third / 2, None)
+            for number, session in enumerate(self.pool.idle_longer_than(third)):
+                try:
+                    if number < self.config.pool.min_idle and session.drain():
+                        yield from session.exchange(PING, now() + self.config.pool.connect_timeout)
+                        session.state = State.IDLE
+                    else:
+                        session.drain()
+                        session.close()
+                except (Gone, Silent):
+                    pass  # closed; whether the server lives is the control session's to say
+                finally:
+                    self.pool.give_back(session)
+
+    # -- connections --------------------------------------------------------------------------------------------
+
+    def open_control(self) -> Operation[Session]:
+        """Open a session for reading, killing and the grant window."""
+        return self._open(self.config.pool.connect_timeout, control=True)
+
+    def _open(self, seconds: float, *, control: bool) -> Operation[Session]:
+        return open_session(
+            self._endpoints[0],
+            seconds,
+            self._tls,
+            control=control,
+            ghost_timeout=self.config.router.ghost_timeout,
+        )
+
+    def _open_for_rows(self, until: float) -> Operation[Session]:
+        """Open a session for row locks and learn which server, since when, it leads to."""
+        seconds = min(self.config.pool.connect_timeout, until - now())
+        session = yield from self._open(seconds, control=False)
+        try:
+            row = single_row((yield from session.exchange(session.dialect.whoami(), now() + max(seconds, 0.05))))
+        except BaseException:
+            session.die()
+            raise
+        connection_id, identity, started, protocol, found = (field or b"" for field in row)
+        if int(connection_id) != session.connection_id:
+            session.die()
+            raise Answered(0, "a proxy shares server connections between clients; row locks need their own")
+        if (int(protocol), found) != (self.protocol, self.fingerprint):
+            session.die()
+            raise TopologyMismatch("the database was seeded for another topology", shard=self.id)
+        session.incarnation = (identity, started_us(started))
+        # Nothing was locked; the transaction that the reading opened ends with the first ROLLBACK.
+        session.send_rollback()
+        return session
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def permit(self, rights: Rights) -> None:
+        """The server answered as its shard's writable primary: grants count up to `rights.clock_high`."""
+        if self.breaker.success():
+            _log.info("shard %s: answers again", self.id)
+        if self.refusal is not None:
+            _log.info("shard %s: grants again", self.id)
+        self.refusal = None
+        self.cause = None
+        self.rights = rights
+        self._wake()
+
+    def suspend(self, why: str) -> None:
+        """Nothing is granted until the next `permit`; callers wait for it inside their deadlines."""
+        self.breaker.success()
+        if self.rights is not None:
+            _log.info("shard %s: %s", self.id, why)
+        self.rights = None
+        self.refusal = None
+        self.waiting_for = why
+
+    def refuse(self, why: str, *, mismatch: bool = False) -> None:
+        """The server answers, and must not be asked for locks: callers get an error at once."""
+        if self.refusal is None or self.refusal.why != why:
+            _log.warning("shard %s: grants nothing: %s", self.id, why)
+        self.rights = None
+        self.refusal = Refusal(why, mismatch)
+        self.breaker.refused(why)
+        self._wake()
+
+    def demote(self, why: str) -> None:
+        """The server is not, or not usefully, the writable primary: holders lose their locks."""
+        self.refuse(why)
+        self._on_demoted(self, LossReason.DEMOTED)
+
+    def fault(self, error: BaseException) -> None:
+        """The server did not answer."""
+        self.cause = error
+        if self.breaker.fault():
+            _log.warning("shard %s: does not answer, breaker open: %s", self.id, error)
+            self.rights = None
+            self.waiting_for = f"the shard does not answer: {error}"
+            self._wake()
+
+    def note_clock(self, clock: int, sent_at: float) -> bool:
+        """Compare a grant's clock with the last reading; True when it went back: the shard needs a new term."""
+        rights = self.rights
+        if rights is None or not rights.fell(clock, sent_at):
+            return False
+        self.clock_fell = True
+        self.suspend("the server's clock went back")
+        self.poke_control()
+        return True
+
+    def watch_for_change(self) -> Waiter:
+        """A waiter that is woken by the next change of rights, refusal or breaker; end it with `unwatch`."""
+        waiter = Waiter()
+        with self._lock:
+            self._changed.append(waiter)
+        return waiter
+
+    def unwatch(self, waiter: Waiter) -> None:
+        """Forget a waiter."""
+        with self._lock:
+            if waiter in self._changed:
+                self._changed.remove(waiter)
+
+    def _wake(self) -> None:
+        with self._lock:
+            waiters, self._changed = self._changed, []
+        for waiter in waiters:
+            waiter.wake()
+
+    def refusal_error(self) -> ShardError | None:
+        """The error for callers while the server refuses, or None."""
+        refusal = self.refusal
+        if refusal is None:
+            return None
+        kind = TopologyMismatch if refusal.mismatch else ShardUnavailable
+        return kind(refusal.why, shard=self.id)
+
+    def unready_error(self) -> ShardError:
+        """The error for callers that cannot wait longer for the right to grant."""
+        return ShardUnavailable(self.waiting_for, shard=self.id)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self.keeper.close()
+        self.pool.close()
+        self._wake()
+
+
+def _tls_context(endpoint: Endpoint) -> ssl.SSLContext | None:
+    """One verified context per shard where a CA is named; none at all otherwise, never a silently unverified one."""
+    if endpoint.tls_ca is None:
+        return None
+    return ssl.create_default_context(cafile=endpoint.tls_ca)

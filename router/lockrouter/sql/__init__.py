@@ -1,0 +1,1 @@
+"""Everything this package says to a server: tables, administrative statements, and the statements of the hot path."""

@@ -1,0 +1,189 @@
+"""The statements of running routers, one `Dialect` per vendor, as bytes ready for the wire.
+
+Every value here is an integer, a hexadecimal string made by this package, or a literal; nothing is quoted user input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lockrouter.protocol.packets import query
+
+__all__ = ["MARIADB", "MYSQL", "Dialect", "dialect_of"]
+
+_GRANT_COLUMNS = b"slot, epoch, UNIX_TIMESTAMP(SYSDATE(6)), @@global.read_only"
+_META = (
+    "m.topology, m.protocol, m.fingerprint, m.epoch, m.term, m.term_identity, m.server_started, m.clock_high, m.drained"
+)
+
+MAX_STATEMENT_WAIT = 30.0
+"""Seconds one locking statement waits at most; longer waits repeat it. Below `innodb_lock_wait_timeout` (31 s)."""
+
+
+def _bound_ms(seconds: float) -> int:
+    """The server's bound in milliseconds: never 0 (which would mean none), never above what both servers honour."""
+    return max(1, int(min(MAX_STATEMENT_WAIT, seconds) * 1000))
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How one vendor spells what both can do."""
+
+    name: str
+    lock_form: bytes
+    share_form: bytes
+    try_form: bytes
+    try_share_form: bytes
+    busy_codes: frozenset[int]
+    bound_code: int
+    row_session: str
+    control_session: str
+    identity: str
+    uptime: str
+    roles: str
+
+    def lock(self, table: int, slot: int, seconds: float, tag: bytes, *, shared: bool = False) -> bytes:
+        """The packet that waits for a row at most `seconds` (1 ms to 30 s) on the server."""
+        form = self.share_form if shared else self.lock_form
+        return query(form % (_bound_ms(seconds), table, slot, tag))
+
+    def try_lock(self, table: int, slot: int, tag: bytes, *, shared: bool = False) -> bytes:
+        """The packet that takes a row at once or says busy; a metadata lock ends it after 50 ms."""
+        form = self.try_share_form if shared else self.try_form
+        return query(form % (table, slot, tag))
+
+    def session_setup(self, ghost_timeout: int) -> bytes:
+        """The packet that makes a fresh connection one for row locks."""
+        return query(self.row_session.format(ghost=ghost_timeout).encode())
+
+    def control_setup(self, ghost_timeout: int) -> bytes:
+        """The packet that makes a fresh connection one for reading, killing and the grant window."""
+        return query(self.control_session.format(ghost=ghost_timeout).encode())
+
+    def whoami(self) -> bytes:
+        """Connection id, server identity, start of the server, and what the database says of the topology."""
+        return query(
+            f"SELECT CONNECTION_ID(), {self.identity}, UNIX_TIMESTAMP(NOW()) - {self.uptime}, "
+            f"m.protocol, m.fingerprint FROM lock_meta m".encode()
+        )
+
+    def control_read(self) -> bytes:
+        """One reading of the server's role, clock and right to grant."""
+        roles = f", {self.roles}" if self.roles else ""
+        return query(
+            f"SELECT CONNECTION_ID(), {self.identity}, UNIX_TIMESTAMP(NOW()) - {self.uptime}, {_META}, "
+            f"UNIX_TIMESTAMP(SYSDATE(6)), @@global.read_only{roles} FROM lock_meta m".encode()
+        )
+
+
+MYSQL = Dialect(
+    name="mysql",
+    lock_form=b"SELECT /*+ MAX_EXECUTION_TIME(%d) */ "
+    + _GRANT_COLUMNS
+    + b" FROM lock_%02d WHERE slot = %d FOR UPDATE /* %s */",
+    share_form=b"SELECT /*+ MAX_EXECUTION_TIME(%d) */ "
+    + _GRANT_COLUMNS
+    + b" FROM lock_%02d WHERE slot = %d FOR SHARE /* %s */",
+    try_form=b"SELECT /*+ MAX_EXECUTION_TIME(50) */ "
+    + _GRANT_COLUMNS
+    + b" FROM lock_%02d WHERE slot = %d FOR UPDATE NOWAIT /* %s */",
+    try_share_form=b"SELECT /*+ MAX_EXECUTION_TIME(50) */ "
+    + _GRANT_COLUMNS
+    + b" FROM lock_%02d WHERE slot = %d FOR SHARE NOWAIT /* %s */",
+    busy_codes=frozenset({3572}),
+    bound_code=3024,
+    row_session="SET SESSION autocommit = 0, transaction_isolation = 'READ-COMMITTED', time_zone = '+00:00', "
+    "lock_wait_timeout = 1, innodb_lock_wait_timeout = 31, wait_timeout = {ghost}",
+    control_session="SET SESSION autocommit = 1, transaction_isolation = 'READ-COMMITTED', time_zone = '+00:00', "
+    "lock_wait_timeout = 1, innodb_lock_wait_timeout = 1, wait_timeout = {ghost}",
+    identity="@@server_uuid",
+    uptime="(SELECT VARIABLE_VALUE FROM performance_schema.global_status WHERE VARIABLE_NAME = 'Uptime')",
+    roles="@@global.super_read_only, @@global.innodb_read_only, "
+    "(SELECT CONCAT(SUM(MEMBER_STATE = 'ONLINE'), ' ', COUNT(*), ' ', "
+    "MAX(IF(MEMBER_ID = @@server_uuid, CONCAT(MEMBER_ROLE, ' ', MEMBER_STATE), ''))) "
+    "FROM performance_schema.replication_group_members WHERE MEMBER_ID <> '')",
+)
+
+MARIADB = Dialect(
+    name="mariadb",
+    lock_form=b"SET STATEMENT max_statement_time = %de-3 FOR SELECT "
+    + _GRANT_COLUMNS
+    + b" FROM lock_%02d WHERE slot = %d FOR UPDATE /* %s */",
+    share_form=b"SET STATEMENT max_statement_time = %de-3 FOR SELECT "
+    + _GRANT_COLUMNS
+    + b" FROM lock_%02d WHERE slot = %d LOCK IN SHARE MODE /* %s */",
+    try_form=b"SET STATEMENT innodb_lock_wait_timeout = 0, max_statement_time = 0.05 FOR SELECT "
+    + _GRANT_COLUMNS
+    + b" FROM lock_%02d WHERE slot = %d FOR UPDATE /* %s */",
+    try_share_form=b"SET STATEMENT innodb_lock_wait_timeout = 0, max_statement_time = 0.05 FOR SELECT "
+    + _GRANT_COLUMNS
+    + b" FROM lock_%02d WHERE slot = %d LOCK IN SHARE MODE /* %s */",
+    busy_codes=frozenset({1205}),
+    bound_code=1969,
+    row_session="SET SESSION autocommit = 0, tx_isolation = 'READ-COMMITTED', time_zone = '+00:00', "
+    "lock_wait_timeout = 1, innodb_lock_wait_timeout = 31, idle_transaction_timeout = {ghost}",
+    control_session="SET SESSION autocommit = 1, tx_isolation = 'READ-COMMITTED', time_zone = '+00:00', "
+    "lock_wait_timeout = 1, innodb_lock_wait_timeout = 1, wait_timeout = {ghost}",
+    identity="CONCAT(@@server_uid, ' ', @@server_id, ' ', @@hostname)",
+    uptime="(SELECT VARIABLE_VALUE FROM information_schema.GLOBAL_STATUS WHERE VARIABLE_NAME = 'UPTIME')",
+    roles="",
+)
+
+
+def dialect_of(server_version: str) -> Dialect:
+    """Return the dialect of a server by the version string of its handshake."""
+    return MARIADB if "mariadb" in server_version.lower() else MYSQL
+
+
+CHECK = query(b"SELECT UNIX_TIMESTAMP(SYSDATE(6)), @@global.read_only")
+"""Proves, by IN_TRANS in its reply, that the session's transaction is alive, and reads the clock again."""
+
+SYSDATE_MOVES = query(b"SELECT SYSDATE(6), SLEEP(0.001), SYSDATE(6)")
+"""The two clocks differ unless the server runs with --sysdate-is-now, whose clock is useless for tokens."""
+
+NOW_MICROS = b"CAST(UNIX_TIMESTAMP(SYSDATE(6)) * 1000000 AS UNSIGNED)"
+
+
+def probe_table(dialect: Dialect, table: int) -> bytes:
+    """The packet that reads nothing from a lock table within 20 ms unless a metadata lock holds it."""
+    if dialect is MYSQL:
+        return query(b"SELECT /*+ MAX_EXECUTION_TIME(20) */ 1 FROM lock_%02d WHERE slot = 4294967295" % table)
+    return query(b"SET STATEMENT max_statement_time = 0.02 FOR SELECT 1 FROM lock_%02d WHERE slot = 4294967295" % table)
+
+
+def renew_window(window_us: int, term: int) -> bytes:
+    """The packet that keeps `clock_high` ahead of the server's clock; changes nothing while it is far enough ahead."""
+    return query(
+        b"UPDATE lock_meta SET clock_high = %s + %d WHERE id = 1 AND term = %d AND clock_high < %s + %d"
+        % (NOW_MICROS, window_us, term, NOW_MICROS, window_us * 2 // 3)
+    )
+
+
+def adopt_restart(term: int, seen_started: int, started_us: int) -> bytes:
+    """The packet that names the restarted server as the clock's, once its clock has passed `clock_high`."""
+    return query(
+        b"UPDATE lock_meta SET server_started = %d WHERE id = 1 AND term = %d AND server_started = %d "
+        b"AND clock_high < %s" % (started_us, term, seen_started, NOW_MICROS)
+    )
+
+
+def raise_term(seen_term: int, identity: bytes, started_us: int, window_us: int) -> bytes:
+    """The packet that starts the next term on this server; affects one row for exactly one of all who try."""
+    return query(
+        b"UPDATE lock_meta SET term = term + 1, term_identity = 0x%s, server_started = %d, term_started = %s, "
+        b"clock_high = %s + %d WHERE id = 1 AND term = %d"
+        % (identity.hex().encode(), started_us, NOW_MICROS, NOW_MICROS, window_us, seen_term)
+    )
+
+
+def closed_bucket(bucket: int) -> bytes:
+    """The packet that reads where a closed bucket went."""
+    return query(b"SELECT epoch, moved_to FROM lock_bucket WHERE bucket = %d" % bucket)
+
+
+FROZEN_PREFIXES = query(b"SELECT prefix FROM frozen")
+
+
+def kill(connection_id: int) -> bytes:
+    """The packet that ends one of this user's own connections, and the statement waiting in it."""
+    return query(b"KILL %d" % connection_id)

@@ -1,0 +1,43 @@
+"""Fixtures of every test: real servers of both vendors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lockrouter.testing.binaries import Vendor
+from lockrouter.testing.cluster import Cluster
+
+from .support.servers import Clusters, versions
+
+
+def pytest_report_header() -> str:
+    """Say on which servers this session runs."""
+    return versions()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say it again beside the result, where it is read."""
+    terminalreporter.write_line(versions())
+
+
+@pytest.fixture(scope="session", params=list(Vendor), ids=str)
+def vendor(request: pytest.FixtureRequest) -> Vendor:
+    """Both vendors in turn: a test that asks for it runs on each."""
+    chosen: Vendor = request.param
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
+    """The session's clusters, for tests that need another number of shards than `cluster` has."""
+    kept = Clusters(tmp_path_factory.mktemp("clusters"))
+    yield kept
+    kept.close()
+
+
+@pytest.fixture(scope="session")
+def cluster(clusters: Clusters, vendor: Vendor) -> Cluster:
+    """Four provisioned shards of the vendor, shared by the whole session."""
+    return clusters.get(vendor)
