@@ -1,6 +1,6 @@
 -- The tables of one shard. Generated from router/lockrouter/sql/schema.py: do not edit.
 --     python -m lockrouter.sql.schema > shards/schema.sql
--- `lockrouter init FILE` creates exactly these; the number of lock_NN and lease_NN tables is `tables` of the shard file.
+-- `lockrouter init FILE` creates exactly these; how many lock_NN and lease_NN there are is `tables` of the shard file.
 
 CREATE TABLE lock_bucket (
     bucket INTEGER UNSIGNED NOT NULL,

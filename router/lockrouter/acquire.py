@@ -18,6 +18,7 @@ from lockrouter import tokens
 from lockrouter.deadline import GRACE, Deadline, now
 from lockrouter.errors import (
     Frozen,
+    LockLost,
     LockTimeout,
     MaintenanceStall,
     NotSeeded,
@@ -26,12 +27,11 @@ from lockrouter.errors import (
     ShardError,
     ShardUnavailable,
     TopologyMismatch,
-    WouldDeadlock,
 )
 from lockrouter.gate import Gates, Hold, Place, Request
 from lockrouter.owners import describe, own_holds, running
 from lockrouter.pool import Exhausted, PoolClosed
-from lockrouter.protocol.effects import SLEEP, WAIT, Operation
+from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Reply, Rows
 from lockrouter.session import Answered, Gone, Session, Silent, State
 from lockrouter.sql.statements import MAX_STATEMENT_WAIT, probe_table
@@ -76,6 +76,7 @@ class Ask:
         "deadline",
         "io_until",
         "key",
+        "local",
         "owner",
         "reentrant",
         "request",
@@ -102,6 +103,7 @@ class Ask:
         self.wait = wait
         # The end of connecting and of everything else that is not waiting for another holder.
         self.io_until = deadline.at if wait else deadline.started + core.config.pool.connect_timeout
+        self.local: Hold | None = None
         self.owner = owner
         self.reentrant = reentrant
         self.address: Address = core.routing.route(key)
@@ -130,27 +132,30 @@ class Ask:
 def take_row(ask: Ask) -> Operation[Hold | None]:
     """Return the caller's hold of the row, or None where it is busy and the caller would not wait.
 
+    An error that strikes when the row is already the caller's leaves it in `ask.request.hold`, for the face that
+    called to give up: only it knows whether a handle was made of it.
+
     Raises:
         LockTimeout: busy for the whole timeout.
+        LockLost: the caller's own hold, which it would have entered again, is lost.
         Frozen, WouldDeadlock, Overloaded, RouterClosed, or a ShardError: as the contract says.
     """
     frozen = ask.shard.frozen
     if ask.rule.frozen or (frozen and ask.key.startswith(frozen)):
         raise Frozen(f"key {ask.core.shown(ask.key)} is frozen: the operators' emergency stop")
     gates, request = ask.core.gates, ask.request
-    place = gates.enter(request, wait=ask.wait, max_waiters=ask.rule.max_waiters)
+    place = gates.enter(request, wait=ask.wait, reentrant=ask.reentrant, max_waiters=ask.rule.max_waiters)
     if place is Place.LEAD:
         return (yield from _lead(ask))
     if place is Place.NESTED:
-        return _nested(ask)
+        return (yield from _nested(ask))
     _count_collision(ask, gates)
     if place is Place.BUSY:
         return None
     try:
         place = yield from _queue(ask, gates, request)
     except BaseException:
-        if gates.leave_queue(request) is Place.HOLDER and request.hold is not None:
-            ask.core.give_up(request.hold)
+        gates.leave_queue(request)
         raise
     if place is Place.HOLDER:
         return request.hold
@@ -159,12 +164,18 @@ def take_row(ask: Ask) -> Operation[Hold | None]:
     return (yield from _lead(ask))
 
 
-def _nested(ask: Ask) -> Hold:
+def _nested(ask: Ask) -> Operation[Hold]:
     hold = ask.request.hold
     assert hold is not None
-    if not ask.reentrant:
-        ask.core.gates.uncount(hold, ask.key)
-        raise WouldDeadlock("the caller holds this row already, and asked not to enter it again")
+    reason = ask.core.loss_of(hold)
+    if reason is not None:
+        raise LockLost(
+            f"the row is held through a lock that is lost: {reason.value} (key {ask.core.shown(ask.key)})",
+            key=ask.key,
+            reason=reason,
+        )
+    if hold.passes > tokens.MAX_PASS:
+        yield (CALL, lambda: ask.core.read_clock_again(hold, ask.key), None)
     return hold
 
 
@@ -202,12 +213,13 @@ def _lead(ask: Ask) -> Operation[Hold | None]:
         gates.granted(request, hold)
         return hold
     except BaseException:
-        if gates.leave_queue(request) is Place.HOLDER and request.hold is not None:
-            ask.core.give_up(request.hold)
-        elif request.session is not None:
-            # Nothing is known of what it holds: the server frees it when it sees the end of the stream.
-            request.session.die()
-            _drop(ask, kill=True)
+        if gates.leave_queue(request) is not Place.HOLDER:
+            if ask.local is not None:
+                ask.core.local_gates.leave(ask.local)
+            if request.session is not None:
+                # Nothing is known of what it holds: the server frees it when it sees the end of the stream.
+                request.session.die()
+                _drop(ask, kill=True)
         raise
 
 
@@ -260,7 +272,7 @@ def _drop(ask: Ask, *, kill: bool = False) -> None:
     if session is not None:
         ask.shard.pool.give_back(session)
         if kill:
-            ask.shard.kill(session.connection_id)
+            ask.shard.kill(session)
 
 
 def _faulted(ask: Ask, error: Gone | Silent, faults: int) -> Operation[int]:
@@ -426,6 +438,7 @@ def _judge_grant(
         or shard.note_clock(clock, sent_at)
     ):
         return _Unlocked.SUSPENDED
+    shard.breaker.answered()
     return Hold(
         ask.address.slot,
         ask.key,
@@ -483,10 +496,9 @@ def _in_outage(ask: Ask) -> Operation[Hold | None]:
             place = yield from _queue(ask, gates, request)
         if place is Place.GONE:
             raise ask.timed_out(gates)
-        hold = Hold(ask.address.slot, ask.key, ask.request.thing, ask.owner, shard=shard, session=None)
-        gates.granted(request, hold)
+        ask.local = Hold(ask.address.slot, ask.key, ask.request.thing, ask.owner, shard=shard, session=None)
+        gates.granted(request, ask.local)
     except BaseException:
-        if gates.leave_queue(request) is Place.HOLDER and request.hold is not None:
-            gates.leave(request.hold)
+        gates.leave_queue(request)
         raise
-    return hold
+    return ask.local

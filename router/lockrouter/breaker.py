@@ -66,6 +66,13 @@ class Breaker:
             self.refusal = None
             return reopened
 
+    def answered(self) -> None:
+        """Note that a call was answered as it should be: faults before it are not in a row with later ones."""
+        if self._in_a_row and self.state == BreakerState.CLOSED:
+            with self._lock:
+                if self.state == BreakerState.CLOSED:
+                    self._in_a_row = 0
+
     def refused(self, why: str) -> None:
         """Note that the shard answered, with an error: it is not dead, and must not be degraded around."""
         with self._lock:

@@ -137,7 +137,8 @@ class Keeper:
         self._order: bytes | None = None
         self._order_what = ""
         self._write_failed = False
-        self.kills: deque[int] = deque()
+        # Connections to be killed. An id means something only between two starts of the server that gave it.
+        self.kills: deque[tuple[int, Incarnation]] = deque(maxlen=1000)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -178,13 +179,15 @@ class Keeper:
             session = yield from shard.open_control()
         try:
             until = now() + shard.config.pool.connect_timeout
-            while self.kills:
-                yield from session.exchange(statements.kill(self.kills.popleft()), until)
             if not self._reused:
                 yield from self._refuse_frozen_clock(session, until)
             sent_at = now()
             reply = yield from session.exchange(session.dialect.control_read(), until)
             reading = Reading.of(single_row(reply), sent_at, now())
+            while self.kills:
+                connection_id, incarnation = self.kills.popleft()
+                if incarnation == reading.incarnation:
+                    yield from session.exchange(statements.kill(connection_id), until)
             frozen = yield from session.exchange(statements.FROZEN_PREFIXES, until)
             if not isinstance(frozen, Rows):
                 raise Answered(getattr(frozen, "code", 0), "the frozen prefixes cannot be read")
@@ -306,7 +309,8 @@ class Keeper:
         try:
             reply = yield from session.exchange(packet, now() + self._shard.config.pool.connect_timeout)
         except Silent:
-            self.kills.append(session.connection_id)
+            if self._last is not None:
+                self.kills.append((session.connection_id, self._last.incarnation))
             raise
         if not isinstance(reply, Ok):
             session.die()

@@ -10,14 +10,17 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
+from lockrouter import tokens
 from lockrouter.deadline import now
-from lockrouter.errors import LossReason, RouterClosed
-from lockrouter.gate import Gates, Hold
+from lockrouter.errors import LockLost, LossReason, RouterClosed
+from lockrouter.gate import Gates, Hold, Request
 from lockrouter.metrics import Metrics, multiprocess
-from lockrouter.protocol.effects import SLEEP, Operation
+from lockrouter.protocol.effects import SLEEP, Operation, drive
+from lockrouter.protocol.packets import IN_TRANSACTION, Rows
 from lockrouter.routing import Routing, fingerprint, key_hash
-from lockrouter.session import Session, State
+from lockrouter.session import Gone, Session, Silent, State
 from lockrouter.shard import Shard
+from lockrouter.sql.statements import CHECK
 from lockrouter.watcher import Task, Watcher
 
 if TYPE_CHECKING:
@@ -76,7 +79,7 @@ class Core:
             tasks.append(Task("lockrouter-look", self._look))
             if multiprocess():
                 tasks.append(Task("lockrouter-metrics", self._fold_often))
-            self.metrics.add_source(id(self), self._fold)
+            self.metrics.add_source(self.generation, self._fold)
             watcher.start(tasks)
             self.started = True
 
@@ -98,7 +101,7 @@ class Core:
                 hold.session.die()
         if self._watcher is not None:
             self._watcher.close(self.config.pool.connect_timeout + 1.0)
-            self.metrics.remove_source(id(self))
+            self.metrics.remove_source(self.generation)
         for shard in self.shards.values():
             shard.close()
 
@@ -111,6 +114,7 @@ class Core:
             self._watcher.forget()
         closed = self.closed
         self._lock = threading.Lock()
+        self.metrics.forked()
         self._build()
         self.closed = closed
 
@@ -133,9 +137,10 @@ class Core:
 
     # -- release ------------------------------------------------------------------------------------------------
 
-    def give_up(self, hold: Hold) -> None:
-        """Release a hold that no handle has."""
-        if self.gates.uncount(hold, hold.key):
+    def give_up(self, request: Request) -> None:
+        """Release what a request has got, where no handle was made of it."""
+        hold, request.hold = request.hold, None
+        if hold is not None and self.gates.uncount(hold, request.key):
             self.free(hold)
 
     def free(self, hold: Hold) -> None:
@@ -194,6 +199,50 @@ class Core:
                 self.free(hold)
 
     # -- loss ---------------------------------------------------------------------------------------------------
+
+    def loss_of(self, hold: Hold) -> LossReason | None:
+        """Why the hold is lost, by what is known and by the clock, or None; no I/O."""
+        session = hold.session
+        if hold.lost is None and session is not None and hold.count:
+            reason = session.lost_reason(self.config.router.ghost_timeout)
+            if reason is not None and session.hold is hold:
+                self.lose_hold(hold, reason)
+        return hold.lost
+
+    def ask_server(self, hold: Hold) -> tuple[LossReason | None, int]:
+        """One trip under the hold: why it is lost, or None and the server's clock in microseconds."""
+        session, shard = hold.session, hold.shard
+        assert session is not None
+        with session.mutex:
+            if session.hold is not hold or session.state != State.HOLDING:
+                return LossReason.CLOSED, 0
+            try:
+                reply = drive(session.exchange(CHECK, now() + self.config.pool.connect_timeout))
+            except Gone:
+                return LossReason.CLOSED, 0
+            except Silent:
+                return LossReason.SILENT, 0
+            session.state = State.HOLDING
+        if not isinstance(reply, Rows) or not reply.status & IN_TRANSACTION:
+            return LossReason.TRANSACTION_ENDED, 0
+        if len(reply.rows) != 1 or reply.rows[0][1] != b"0" or shard.refusal is not None:
+            return LossReason.DEMOTED, 0
+        return None, tokens.micros(reply.rows[0][0] or b"")
+
+    def read_clock_again(self, hold: Hold, key: bytes) -> None:
+        """Give `key` a token of its own after the passes of this hold are used up.
+
+        Raises:
+            LockLost: the hold turned out to be lost.
+        """
+        reason, clock = self.ask_server(hold)
+        rights = hold.shard.rights
+        if reason is None and rights is None:
+            reason = LossReason.DEMOTED
+        if reason is not None:
+            self.lose_hold(hold, reason)
+            raise LockLost(f"the lock is lost: {reason.value}", key=key, reason=reason)
+        self.gates.rebase(hold, key, tokens.base_token(rights.term, clock))
 
     def lose(self, session: Session, reason: LossReason) -> None:
         """Mark whoever holds through `session` as lost, and tell."""
@@ -272,7 +321,7 @@ class Core:
             self._fold_shard(metrics, shard)
 
     def _fold_shard(self, metrics: Metrics, shard: Shard) -> None:
-        who = id(self)
+        who = self.generation
         for state, number in shard.pool.counts().items():
             metrics.pool.labels(shard.id, state).set(number)
         metrics.pool_limit.labels(shard.id).set(shard.pool.size)

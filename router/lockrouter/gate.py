@@ -53,6 +53,7 @@ class Hold:
         "owner",
         "passes",
         "row_at",
+        "seen",
         "session",
         "shard",
         "slot",
@@ -84,7 +85,9 @@ class Hold:
         self.granted_at = now()
         self.row_at = self.granted_at if row_at is None else row_at
         self.count = 1
-        self.keys: dict[bytes, int] = {key: 1}
+        # Per key: how many handles are open, and their token. Keys whose handles are all released stay in `seen`.
+        self.keys: dict[bytes, list[int]] = {key: [1, base + passes]}
+        self.seen: set[bytes] = set()
         self.lost: LossReason | None = None
         self.callbacks: list[Callable[[LossReason], object]] = []
 
@@ -140,6 +143,7 @@ class Gates:
         request: Request,
         *,
         wait: bool,
+        reentrant: bool = True,
         max_waiters: int | None = None,
     ) -> Place:
         """Place a request: NESTED (`request.hold` is set and counted), LEAD, QUEUED, or BUSY where it may not wait.
@@ -147,10 +151,11 @@ class Gates:
         Args:
             request: the caller; `request.owns` are the holds that are its own.
             wait: whether the caller may queue.
+            reentrant: whether the caller's own hold is entered again, or refused.
             max_waiters: how many may wait at this gate.
 
         Raises:
-            WouldDeadlock: waiting would close a cycle inside this process.
+            WouldDeadlock: waiting would close a cycle inside this process, or the caller's own hold is refused.
             Overloaded: `max_waiters` wait already.
             RouterClosed: the gates are closed.
         """
@@ -167,10 +172,9 @@ class Gates:
             if holder is not None and (
                 holder in request.owns or (request.owner is not None and holder.owner == request.owner)
             ):
-                holder.count += 1
-                holder.keys[request.key] = holder.keys.get(request.key, 0) + 1
-                request.hold = holder
-                request.place = Place.NESTED
+                if not reentrant:
+                    raise WouldDeadlock("the caller holds this row already, and asked not to enter it again")
+                self._nest(holder, request)
                 return Place.NESTED
             if not wait:
                 return Place.BUSY
@@ -183,6 +187,18 @@ class Gates:
             for hold in request.owns:
                 self._waiting[hold] = gate
             return Place.QUEUED
+
+    def _nest(self, holder: Hold, request: Request) -> None:
+        counted = holder.keys.get(request.key)
+        if counted is not None:
+            counted[0] += 1
+        else:
+            # A key of this row that was held and released inside this very hold needs a token above its last one.
+            holder.passes += request.key in holder.seen
+            holder.keys[request.key] = [1, holder.base + holder.passes]
+        holder.count += 1
+        request.hold = holder
+        request.place = Place.NESTED
 
     def _refuse_cycle(self, gate: _Gate, owns: tuple[Hold, ...]) -> None:
         """Follow who waits for whom from `gate` on; a lead waits at the server, where no chain goes on."""
@@ -242,12 +258,24 @@ class Gates:
         """One handle less; True when it was the last, and the row is to be released by the caller."""
         with self._lock:
             hold.count -= 1
-            left = hold.keys[key] - 1
-            if left:
-                hold.keys[key] = left
-            else:
+            counted = hold.keys[key]
+            counted[0] -= 1
+            if not counted[0]:
                 del hold.keys[key]
+                if hold.count:
+                    hold.seen.add(key)
             return hold.count == 0
+
+    def token_of(self, hold: Hold, key: bytes) -> int:
+        """The token of a key that is held through this hold."""
+        with self._lock:
+            return hold.keys[key][1]
+
+    def rebase(self, hold: Hold, key: bytes, base: int) -> None:
+        """The server's clock was read again under the hold: `key` has that token now, and passes count from there."""
+        with self._lock:
+            hold.base, hold.passes = base, 0
+            hold.keys[key][1] = base
 
     def has_heir(self, hold: Hold) -> bool:
         """A hint: somebody who could receive the row waits. Only `hand_over` decides."""

@@ -102,8 +102,8 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._lock = threading.Lock()
-        self._sources: dict[int, Callable[[Metrics], None]] = {}
-        self._seen: dict[object, Any] = {}
+        self._sources: dict[object, Callable[[Metrics], None]] = {}
+        self._seen: dict[tuple[object, ...], Any] = {}
         registry.register(_Folding(self.fold))
         common: dict[str, Any] = {"registry": registry}
         live: dict[str, Any] = {"registry": registry, "multiprocess_mode": "livesum"}
@@ -133,18 +133,24 @@ class Metrics:
             found = _of_registry[registry] = cls(registry)
         return found
 
-    def add_source(self, key: int, fold: Callable[[Metrics], None]) -> None:
+    def add_source(self, key: object, fold: Callable[[Metrics], None]) -> None:
         """Have `fold` called at each scrape until `remove_source`."""
         with self._lock:
             self._sources[key] = fold
 
-    def remove_source(self, key: int) -> None:
+    def remove_source(self, key: object) -> None:
         """Fold a source for the last time and forget it."""
         with self._lock:
             fold = self._sources.pop(key, None)
             if fold is not None:
                 fold(self)
-                self._seen = {name: seen for name, seen in self._seen.items() if name[0] != key}  # type: ignore[index]
+                self._seen = {name: seen for name, seen in self._seen.items() if name[0] is not key}
+
+    def forked(self) -> None:
+        """In a child process: the parent's sources are not this process's to count."""
+        self._lock = threading.Lock()
+        self._sources = {}
+        self._seen = {}
 
     def fold(self) -> None:
         """Bring every metric up to date."""

@@ -116,7 +116,11 @@ class LockRouter:
             refused = isinstance(error, Overloaded) or not ask.shard.breaker.closed
             stats.row.ended("refused" if refused else "error", deadline.waited())
             raise
-        if ask.request.hold is not hold or hold.count == 1:
+        except BaseException:
+            if not handle.attached:
+                core.give_up(ask.request)
+            raise
+        if hold.thing is ask.request.thing and hold not in ask.request.owns:
             record(hold)
         if hold.degraded:
             stats.local.ended("degraded", deadline.waited())

@@ -12,9 +12,7 @@ from lockrouter.errors import LockLost, LossReason, NotHeld, NoToken
 from lockrouter.gate import Hold
 from lockrouter.owners import forget
 from lockrouter.protocol.effects import drive
-from lockrouter.protocol.packets import IN_TRANSACTION, Rows
 from lockrouter.session import Gone, Session, Silent, State
-from lockrouter.sql.statements import CHECK
 
 if TYPE_CHECKING:
     from lockrouter.core import Core
@@ -46,8 +44,13 @@ class RowLock:
 
     def _attach(self, hold: Hold) -> None:
         self._hold = hold
-        self._token = hold.base + hold.passes
+        self._token = self._core.gates.token_of(hold, self._key)
         self._open.append(True)
+
+    @property
+    def attached(self) -> bool:
+        """True while the handle has a hold to release."""
+        return bool(self._open)
 
     @property
     def _held(self) -> Hold:
@@ -76,15 +79,9 @@ class RowLock:
         return self._loss() is not None
 
     def _loss(self) -> LossReason | None:
-        hold = self._held
         if self._generation is not self._core.generation:
             return LossReason.FORKED
-        if hold.lost is not None or hold.session is None or not self._open:
-            return hold.lost
-        reason = hold.session.lost_reason(self._core.config.router.ghost_timeout)
-        if reason is not None and hold.session.hold is hold:
-            self._core.lose_hold(hold, reason)
-        return hold.lost
+        return self._core.loss_of(self._held)
 
     def on_lost(self, callback: Callable[[LossReason], object]) -> None:
         """Have `callback(reason)` called once when the lock is lost, on a thread of its own; at once if it is lost."""
@@ -104,29 +101,11 @@ class RowLock:
             raise NotHeld("the lock was released")
         reason = self._loss()
         if reason is None and hold.session is not None:
-            reason = self._ask_server(hold, hold.session)
+            reason, _ = self._core.ask_server(hold)
             if reason is not None:
                 self._core.lose_hold(hold, reason)
         if reason is not None:
             raise self._lost_error(reason)
-
-    def _ask_server(self, hold: Hold, session: Session) -> LossReason | None:
-        shard = hold.shard
-        with session.mutex:
-            if session.hold is not hold or session.state != State.HOLDING:
-                return LossReason.CLOSED
-            try:
-                reply = drive(session.exchange(CHECK, now() + shard.config.pool.connect_timeout))
-            except Gone:
-                return LossReason.CLOSED
-            except Silent:
-                return LossReason.SILENT
-            session.state = State.HOLDING
-        if not isinstance(reply, Rows) or not reply.status & IN_TRANSACTION:
-            return LossReason.TRANSACTION_ENDED
-        if len(reply.rows) != 1 or reply.rows[0][1] != b"0" or shard.refusal is not None:
-            return LossReason.DEMOTED
-        return None
 
     def release(self, *, confirm: bool = False) -> None:
         """Free the row soon: its ROLLBACK is sent, not awaited. Any thread may release.
@@ -144,7 +123,7 @@ class RowLock:
         except IndexError:
             raise NotHeld("the lock was released before") from None
         hold = self._held
-        reason = hold.lost or self._final_loss(hold)
+        reason = self._core.loss_of(hold)
         try:
             if self._core.gates.uncount(hold, self._key):
                 forget(hold)
@@ -152,17 +131,12 @@ class RowLock:
                     reason = self._confirmed(hold, hold.session)
                 self._core.free(hold)
             elif confirm and reason is None and hold.session is not None:
-                reason = self._ask_server(hold, hold.session)
+                reason, _ = self._core.ask_server(hold)
         finally:
             if reason is not None:
                 self._core.lose_hold(hold, reason)
         if reason is not None:
             raise self._lost_error(reason)
-
-    def _final_loss(self, hold: Hold) -> LossReason | None:
-        if hold.session is None:
-            return None
-        return hold.session.lost_reason(self._core.config.router.ghost_timeout)
 
     def _confirmed(self, hold: Hold, session: Session) -> LossReason | None:
         with session.mutex:

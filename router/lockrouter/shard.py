@@ -81,9 +81,9 @@ class Shard:
         if self._watcher is not None:
             self._watcher.poke(self._tasks["writer"])
 
-    def kill(self, connection_id: int) -> None:
-        """Have the server end one of this process's connections: what it waits for there, it waits for nobody."""
-        self.keeper.kills.append(connection_id)
+    def kill(self, session: Session) -> None:
+        """Have the server end a connection of this process: what it waits for there, it waits for nobody."""
+        self.keeper.kills.append((session.connection_id, session.incarnation))
         self.poke_control()
 
     def _keep_idle(self) -> Operation[None]:

@@ -100,6 +100,7 @@ class Watcher:
 
     def forget(self) -> None:
         """In a child process: let go of what the parent's thread used."""
+        self._selector.close()
         self._inbox.close()
         self._bell.close()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import stat
 import subprocess
@@ -12,6 +10,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ import pytest
 from typer.testing import CliRunner
 
 from lockrouter.cli.cluster import app
-from lockrouter.testing import lifecycle, process
+from lockrouter.testing import process
 from lockrouter.testing.binaries import Vendor, find
 from lockrouter.testing.cluster import Cluster, ClusterError, NoClusterError
+from lockrouter.testing.server import free_port
 
 pytestmark = pytest.mark.server
 
@@ -69,7 +69,7 @@ def servers_of(vendor: Vendor, folder: Path, shards: int) -> list[int]:
 
 def start_elsewhere(folder: Path, shards: int, vendor: Vendor) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", STARTER, str(folder), str(shards), vendor]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
 def kill(starter: subprocess.Popen[str]) -> None:
@@ -177,7 +177,6 @@ def test_servers_outlive_a_killed_starter(folder: Path, vendor: Vendor) -> None:
     starter = start_elsewhere(folder, 2, vendor)
     assert starter.stdout is not None
     assert starter.stdout.readline() == "up\n"
-    os.kill(starter.pid, signal.SIGKILL)
     kill(starter)
     cluster = Cluster.open(folder)
     assert [one.state for one in cluster.status()] == ["running", "running"]
@@ -195,9 +194,12 @@ def test_a_starter_killed_midway_leaves_nothing_that_down_does_not_find(
     starter = start_elsewhere(folder, 2, vendor)
     deadline = time.monotonic() + 60
     state = folder / "cluster.json"
-    while not (
-        state.is_file() and any(one["launching"] or one["pid"] for one in json.loads(state.read_text())["servers"])
-    ):
+
+    def begun() -> bool:
+        servers = json.loads(state.read_text())["servers"] if state.is_file() else []
+        return any(one["launching"] or one["pid"] for one in servers)
+
+    while not begun():
         assert time.monotonic() < deadline and starter.poll() is None
         time.sleep(0.001)
     time.sleep(delay)
@@ -268,8 +270,8 @@ def test_more_shards_than_buckets(folder: Path, vendor: Vendor) -> None:
 def test_a_port_that_was_taken_meanwhile(folder: Path, vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as rival:
         ports = [rival.getsockname()[1]]
-        original = lifecycle.free_port
-        monkeypatch.setattr(lifecycle, "free_port", lambda taken: ports.pop() if ports else original(taken))
+        choose = "lockrouter.testing.lifecycle.free_port"
+        monkeypatch.setattr(choose, lambda taken: ports.pop() if ports else free_port(taken))
         with Cluster.up(folder, 1, vendor) as cluster:
             assert cluster.port(0) != rival.getsockname()[1]
             assert f":{cluster.port(0)}/" in cluster.shards_file.read_text()
@@ -300,4 +302,22 @@ def test_commands(folder: Path, vendor: Vendor) -> None:
     assert run(app, ["up", *there]).exit_code == 1
     for _ in range(2):
         assert run(app, ["down", *there]).exit_code == 0
+    assert not folder.exists()
+
+
+def test_up_and_down_at_once_by_many_end_in_order(folder: Path, vendor: Vendor) -> None:
+    """Of three that want the folder one gets it, two are told; three that end it end it once."""
+    starters = [start_elsewhere(folder, 1, vendor) for _ in range(3)]
+    try:
+        losers = [starter for starter in starters if starter.stdout is not None and starter.stdout.readline() != "up\n"]
+        assert len(losers) == 2
+        assert ask(Cluster.open(folder), 0, "SELECT 1") == 1
+    finally:
+        for starter in starters:
+            kill(starter)
+    cluster = Cluster.open(folder)
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        for ended in [pool.submit(cluster.down) for _ in range(3)]:
+            ended.result()
+    assert servers_of(vendor, folder, 1) == []
     assert not folder.exists()

@@ -186,7 +186,7 @@ def _argv(tree: Path, program: str) -> tuple[str, ...]:
         raise ProgramError(f"{tree} holds no {program} that can be run: remove the folder and try again")
     folders += (tree / "usr/lib/mysql/private",)
     library_path = ":".join(str(path) for path in folders if path.is_dir())
-    return (str(loaders[0]), "--library-path", library_path, str(programs[0].resolve()))
+    return (str(loaders[0]), "--library-path", library_path, str(programs[0]))
 
 
 def _version(argv: tuple[str, ...]) -> str:

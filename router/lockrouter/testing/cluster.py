@@ -22,13 +22,9 @@ from . import lifecycle, process
 from .binaries import Vendor, find
 from .server import ADMIN, ClusterError, Option, connect, wait_ready
 from .shardfiles import Scalar
-from .state import ServerStatus, State, exclusive, load, save
+from .state import NoClusterError, ServerStatus, State, exclusive, load, save
 
 __all__ = ["Cluster", "ClusterError", "NoClusterError", "ServerStatus"]
-
-
-class NoClusterError(ClusterError):
-    """The folder holds no cluster."""
 
 
 class Cluster:
@@ -86,8 +82,7 @@ class Cluster:
         program = find(vendor)
         logging: dict[str, Option] = {"log-bin": "binlog", "binlog-format": "ROW"} if binlog else {}
         made = not folder.exists()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with exclusive(folder):
+        with exclusive(folder, create=True):
             made = lifecycle.clear_remains(folder) or made
             state = State(
                 vendor=program.vendor,
@@ -204,9 +199,8 @@ class Cluster:
 
     def down(self) -> None:
         """Every server of this cluster has ended, and all that the cluster wrote is gone. Repeatable."""
-        if self.directory.is_dir():
-            with exclusive(self.directory):
-                lifecycle.remove(self.directory)
+        with contextlib.suppress(NoClusterError), exclusive(self.directory):
+            lifecycle.remove(self.directory)
 
     def _signal(self, index: int, number: signal.Signals) -> list[tuple[int, str]]:
         with self._changing() as state:

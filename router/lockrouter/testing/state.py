@@ -15,10 +15,14 @@ from .binaries import Program, Vendor
 from .server import ClusterError, Option, Server
 from .shardfiles import Scalar, ShardFile
 
-__all__ = ["FILES", "STATE", "ServerStatus", "State", "exclusive", "load", "save", "write"]
+__all__ = ["FILES", "STATE", "NoClusterError", "ServerStatus", "State", "exclusive", "load", "save", "write"]
 
 STATE = "cluster.json"
 FILES = ("shards.toml", "admin.toml")
+
+
+class NoClusterError(ClusterError):
+    """The folder holds no cluster."""
 
 
 class ServerStatus(msgspec.Struct, frozen=True):
@@ -61,22 +65,40 @@ class State(msgspec.Struct):
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path, timeout: float = 150.0) -> Iterator[None]:
-    """Only one caller at a time works on the folder; a killed one lets go, and no server inherits the hold."""
+def exclusive(folder: Path, *, create: bool = False, timeout: float = 150.0) -> Iterator[None]:
+    """Only one caller at a time works on the folder; a killed one lets go, and no server inherits the hold.
+
+    Raises:
+        NoClusterError: there is no such folder, and it is not to be created.
+        ClusterError: somebody else has worked on it for `timeout` seconds.
+    """
     deadline = time.monotonic() + timeout
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise ClusterError(f"another process has worked on {folder} for {timeout:g} s") from None
-                time.sleep(0.02)
-        yield
-    finally:
-        os.close(handle)
+    while True:
+        if create:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            raise NoClusterError(f"no cluster in {folder}") from None
+        try:
+            _hold(handle, folder, deadline)
+            # Who held it before may have removed the folder: the lock is then on something that has no name any more.
+            if folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
+                yield
+                return
+        finally:
+            os.close(handle)
+
+
+def _hold(handle: int, folder: Path, deadline: float) -> None:
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise ClusterError(f"another process is still working on {folder}") from None
+            time.sleep(0.02)
 
 
 def load(folder: Path) -> State | None:

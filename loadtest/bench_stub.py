@@ -1,0 +1,172 @@
+"""A router whose one shard answers from memory: what a lock costs the client, without a server or the kernel.
+
+Everything of the package runs as it does in a service (routing, gate, breaker, pool, protocol, metrics); only the
+wire is replaced. What the replacement itself costs is measured apart, so that it can be subtracted.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any, cast
+
+from bench_routing import config_of
+from lockrouter import LockRouter
+from lockrouter.control import Rights
+from lockrouter.deadline import now
+from lockrouter.protocol.effects import Operation
+from lockrouter.protocol.packets import QUIT, ROLLBACK, query
+from lockrouter.protocol.wire import Wire
+from lockrouter.session import Session
+from prometheus_client import CollectorRegistry
+
+__all__ = ["KEYS", "StubWire", "cycle", "cycle_cost", "stub_cost", "stub_router"]
+
+KEYS = tuple(f"account:{number}" for number in range(512))
+
+_SLOT = re.compile(rb"slot = (\d+)")
+_OK = b"\x07\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00"
+_CLOCK = b"1900000000.000001"
+
+
+class _NoSocket:
+    """Stands where a socket would: takes the options the wire sets, and does nothing."""
+
+    def settimeout(self, seconds: float | None) -> None:
+        """Nothing waits here."""
+
+    def fileno(self) -> int:
+        """No descriptor."""
+        return -1
+
+
+class _NoConnection:
+    """What a session reads of a PyMySQL connection when it takes its socket over."""
+
+    server_version = "9.7.0"
+
+    def __init__(self) -> None:
+        self._sock = _NoSocket()
+
+    def thread_id(self) -> int:
+        """Any number."""
+        return 1
+
+
+class StubWire(Wire):
+    """Answers a ROLLBACK with OK and a locking SELECT with its one row, one reply for each `receive`."""
+
+    __slots__ = ("_made", "_replies")
+
+    def __init__(self) -> None:
+        super().__init__(cast(Any, _NoSocket()))
+        self._made: dict[bytes, bytes] = {ROLLBACK: _OK, QUIT: b""}
+        self._replies: list[bytes] = []
+
+    def send(self, data: bytes) -> None:
+        """Have the reply ready."""
+        reply = self._made.get(data)
+        if reply is None:
+            reply = self._made[data] = _grant(data)
+        self._replies.append(reply)
+
+    def receive(self, until: float) -> bytes:
+        """Return the oldest reply."""
+        return self._replies.pop(0)
+
+    def receive_now(self) -> bytes | None:
+        """Return the oldest reply, if there is one."""
+        return self._replies.pop(0) if self._replies else None
+
+    def readable(self) -> bool:
+        """True while a reply waits."""
+        return bool(self._replies)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _grant(packet: bytes) -> bytes:
+    """The reply of a MySQL server that grants the row the statement asks for."""
+    found = _SLOT.search(packet)
+    if found is None:
+        raise ValueError(f"the stub has no reply to {packet!r}")
+    values = (found[1], b"1", _CLOCK, b"0")
+    columns = (_column(name) for name in (b"slot", b"epoch", b"UNIX_TIMESTAMP(SYSDATE(6))", b"@@global.read_only"))
+    row = b"".join(bytes((len(value),)) + value for value in values)
+    payloads = (bytes((len(values),)), *columns, b"\xfe\x00\x00\x03\x00", row, b"\xfe\x00\x00\x03\x00")
+    return b"".join(
+        len(payload).to_bytes(3, "little") + bytes((number,)) + payload
+        for number, payload in enumerate(payloads, start=1)
+    )
+
+
+def _column(name: bytes) -> bytes:
+    """A column definition as a server sends it; the numbers at its end are nobody's concern here."""
+    texts = (b"def", b"locks_0", b"lock_00", b"lock_00", name, name)
+    return b"".join(bytes((len(text),)) + text for text in texts) + b"\x0c\x3f\x00\x0a\x00\x00\x00\x03\x03\x50\x00\x00\x00"
+
+
+def stub_router() -> LockRouter:
+    """A router of one shard that grants every row from memory; it starts no thread."""
+    router = LockRouter(config_of(1), registry=CollectorRegistry())
+    core = router._core
+    core.started = True
+    (shard,) = core.shards.values()
+    incarnation = (b"stub", 0)
+
+    def open_one(until: float) -> Operation[Session]:
+        session = Session(None, cast(Any, _NoConnection()))
+        session.wire = StubWire()
+        session.incarnation = incarnation
+        return session
+        yield  # what makes this an operation
+
+    shard.pool._open_one = open_one
+    # Read at a time that has yet to come: the stub's clock stands still and must not look as if it had gone back.
+    shard.permit(Rights(incarnation, 1, clock_high=1 << 62, clock=0, received_at=now() + 1e6, wall=time.time()))
+    return router
+
+
+def cycle(router: LockRouter, cycles: int) -> None:
+    """Lock and release so many keys, one after the other."""
+    lock, keys, count = router.lock, KEYS, len(KEYS)
+    for number in range(cycles):
+        with lock(keys[number % count]):
+            pass
+
+
+def cycle_cost(*, cycles: int = 20_000, rounds: int = 5) -> float:
+    """Microseconds of the process's CPU for one lock and its release against the stub: the best of `rounds`."""
+    router = stub_router()
+    cycle(router, len(KEYS))  # connects, and makes the replies
+    best = min(_cpu(router, cycles) for _ in range(rounds))
+    router.close()
+    return best / cycles * 1e6
+
+
+def _cpu(router: LockRouter, cycles: int) -> float:
+    began = time.process_time()
+    cycle(router, cycles)
+    return time.process_time() - began
+
+
+def stub_cost(*, cycles: int = 50_000, rounds: int = 5) -> float:
+    """Microseconds of `cycle_cost` that are the stub's own: two requests taken and two replies given out."""
+    wire = StubWire()
+    select = query(b"SELECT /*+ MAX_EXECUTION_TIME(2995) */ slot FROM lock_00 WHERE slot = 7 FOR UPDATE /* 00 */")
+    best = float("inf")
+    for _ in range(rounds):
+        began = time.process_time()
+        for _ in range(cycles):
+            wire.send(select)
+            wire.receive(0.0)
+            wire.send(ROLLBACK)
+            wire.receive(0.0)
+        best = min(best, time.process_time() - began)
+    return best / cycles * 1e6
+
+
+if __name__ == "__main__":
+    whole, own = cycle_cost(), stub_cost()
+    print(f"{whole:.1f} microseconds of CPU for a lock and its release, {own:.1f} of them the stub's own")

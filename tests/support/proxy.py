@@ -1,0 +1,344 @@
+"""A TCP proxy in front of a real server, for the faults a network has: refusing, silence, cuts, delays.
+
+One thread serves all connections of a proxy. Every control method returns when the fault is in place: what a client
+sends after the call meets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import heapq
+import itertools
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, Self
+
+__all__ = ["Cut", "Proxy", "Rule", "Way"]
+
+_RST = struct.pack("ii", 1, 0)
+
+
+class Way(enum.Enum):
+    """A direction of bytes."""
+
+    UP = "up"
+    """From the client to the server."""
+    DOWN = "down"
+    """From the server to the client."""
+
+
+class Cut(enum.Enum):
+    """How a connection ends for both of its sides."""
+
+    FIN = "fin"
+    RST = "rst"
+    STALL = "stall"
+    """Not at all: nothing more comes or goes, and no side learns that the other one closed."""
+
+
+class Rule:
+    """Applies once: to the first connection that sends a chunk with `marker`, or to the next one that is accepted.
+
+    From then on only `allow` more bytes pass in direction `way`; what comes after the last of them, and the
+    connection, ends as `cut` says. With the way DOWN and `allow` 0 the request arrives and its reply never does.
+    `stalled` connections whose server side should survive the client are exactly what an unplugged client leaves.
+    """
+
+    def __init__(self, way: Way, allow: int, cut: Cut, *, marker: bytes | None = None) -> None:
+        self.way = way
+        self.allow = allow
+        self.cut = cut
+        self.marker = marker
+        self.met = threading.Event()
+        """Set once the connection was chosen."""
+        self.struck = threading.Event()
+        """Set once the bytes ran out and the connection was cut."""
+
+
+class _Link:
+    """One client's connection and its twin to the server."""
+
+    def __init__(self, number: int, client: socket.socket, server: socket.socket) -> None:
+        self.number = number
+        self.sides = {Way.UP: client, Way.DOWN: server}
+        self.rule: Rule | None = None
+        self.stalled = False
+        self.silent: set[Way] = set()
+
+    def other(self, way: Way) -> socket.socket:
+        return self.sides[Way.DOWN if way is Way.UP else Way.UP]
+
+
+class Proxy:
+    """Listens on `port` of loopback and forwards to `target`, a port of loopback too."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self._selector = selectors.DefaultSelector()
+        self._inbox, self._bell = socket.socketpair()
+        self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._lock = threading.Lock()
+        self._links: list[_Link] = []
+        self._rules: list[Rule] = []
+        self._delayed: list[tuple[float, int, _Link, Way, bytes]] = []
+        self._numbers = itertools.count()
+        self._delay = 0.0
+        self._silent: set[Way] = set()
+        self._closing = False
+        self.accepted = 0
+        """Connections accepted so far."""
+        self._listener: socket.socket | None = self._listen(0)
+        self.port: int = self._listener.getsockname()[1]
+        self._selector.register(self._inbox, selectors.EVENT_READ, self._answer)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._thread = threading.Thread(target=self._run, name=f"proxy-{self.port}", daemon=True)
+        self._thread.start()
+
+    # -- faults -------------------------------------------------------------------------------------------------
+
+    def refuse(self, *, cut: Cut | None = Cut.RST) -> None:
+        """Nobody listens any more; living connections end as `cut` says, or go on with None. Undone by `accept`."""
+        self._do(lambda: self._stop_listening(cut))
+
+    def accept(self) -> None:
+        """Serve as if nothing had been: listening, not silent, not slow, without rules. Stalled connections are cut."""
+        self._do(self._restore)
+
+    def stop(self, *ways: Way, living: bool = True) -> None:
+        """Connections are accepted and then silent, in the directions given (both by default).
+
+        Args:
+            ways: the directions in which nothing passes any more.
+            living: those that are open already, too.
+        """
+        chosen = set(ways or Way)
+        self._do(lambda: self._silence(chosen, living=living))
+
+    def cut(self, how: Cut = Cut.FIN, *, after: int = 0) -> None:
+        """End all living connections but the `after` oldest."""
+        self._do(lambda: [self._end(link, how) for link in self._links[after:]])
+
+    def add(self, rule: Rule) -> Rule:
+        """Have `rule` applied to one connection."""
+        self._do(lambda: self._rules.append(rule))
+        return rule
+
+    def drop(self, rule: Rule) -> None:
+        """Take back a rule that was not met."""
+        self._do(lambda: self._rules.remove(rule) if rule in self._rules else None)
+
+    def delay(self, seconds: float) -> None:
+        """Every chunk is forwarded so much later, in each direction."""
+        self._do(lambda: setattr(self, "_delay", seconds))
+
+    @property
+    def living(self) -> int:
+        """Connections that are open."""
+        return int(self._do(lambda: len(self._links)))
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Nothing of the proxy is left. Idempotent."""
+        if self._closing:
+            return
+        self._do(self._shut)
+        self._thread.join(10.0)
+        self._inbox.close()
+        self._bell.close()
+        self._selector.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _do(self, call: Callable[[], Any]) -> Any:
+        """Run `call` on the proxy's thread and return its result."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._calls.append((call, future))
+        self._bell.send(b"!")
+        return future.result(10.0)
+
+    def _run(self) -> None:
+        while not self._closing:
+            wait = max(0.0, self._delayed[0][0] - time.monotonic()) if self._delayed else 1.0
+            for key, _ in self._selector.select(min(wait, 1.0)):
+                if key.fileobj in self._selector.get_map():
+                    key.data()
+            while self._delayed and self._delayed[0][0] <= time.monotonic():
+                _, _, link, way, data = heapq.heappop(self._delayed)
+                self._pass(link, way, data)
+
+    def _answer(self) -> None:
+        self._inbox.recv(4096)
+        with self._lock:
+            calls, self._calls = self._calls, []
+        for call, future in calls:
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - delivered to the test that asked
+                future.set_exception(error)
+
+    def _listen(self, port: int) -> socket.socket:
+        listener = socket.create_server(("127.0.0.1", port), backlog=128)
+        listener.setblocking(False)
+        return listener
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            client, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        client.setblocking(True)
+        self.accepted += 1
+        try:
+            server = socket.create_connection(("127.0.0.1", self.target), 2.0)
+        except OSError:
+            _reset(client)
+            return
+        server.settimeout(None)
+        link = _Link(next(self._numbers), client, server)
+        link.silent = set(self._silent)
+        self._links.append(link)
+        for rule in self._rules:
+            if rule.marker is None:
+                self._meet(link, rule)
+                break
+        for way, side in link.sides.items():
+            side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._selector.register(side, selectors.EVENT_READ, _reader(self, link, way))
+
+    def _meet(self, link: _Link, rule: Rule) -> None:
+        self._rules.remove(rule)
+        link.rule = rule
+        rule.met.set()
+
+    # -- bytes --------------------------------------------------------------------------------------------------
+
+    def read(self, link: _Link, way: Way) -> None:
+        """Take what one side of a connection has sent and pass it on, as far as the faults let it."""
+        side = link.sides[way]
+        if link.stalled or way in link.silent:
+            self._selector.unregister(side)  # nobody reads: what comes stays where it is, an end of the stream too
+            return
+        try:
+            data = side.recv(65536)
+        except OSError:
+            self._end(link, Cut.RST)
+            return
+        if not data:
+            self._end(link, Cut.FIN)
+            return
+        if link.rule is None and way is Way.UP:
+            for rule in self._rules:
+                if rule.marker is not None and rule.marker in data:
+                    self._meet(link, rule)
+                    break
+        if self._delay:
+            due = time.monotonic() + self._delay
+            heapq.heappush(self._delayed, (due, next(self._numbers), link, way, data))
+        else:
+            self._pass(link, way, data)
+
+    def _pass(self, link: _Link, way: Way, data: bytes) -> None:
+        if link not in self._links:
+            return
+        rule = link.rule
+        spent = rule is not None and rule.way is way and len(data) >= rule.allow
+        if rule is not None and rule.way is way:
+            # A reply that may not even begin ends the connection when it comes, not when it is asked for.
+            data = data[: rule.allow]
+            rule.allow -= len(data)
+        try:
+            if data:
+                link.other(way).sendall(data)
+        except OSError:
+            self._end(link, Cut.RST)
+            return
+        if spent:
+            assert rule is not None
+            self._end(link, rule.cut)
+            rule.struck.set()
+
+    def _end(self, link: _Link, how: Cut) -> None:
+        if how is Cut.STALL:
+            link.stalled = True
+            return
+        if link not in self._links:
+            return
+        self._links.remove(link)
+        for side in link.sides.values():
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(side)
+            if how is Cut.RST:
+                _reset(side)
+            else:
+                side.close()
+
+    # -- states -------------------------------------------------------------------------------------------------
+
+    def _stop_listening(self, cut: Cut | None) -> None:
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+        if cut is not None:
+            for link in tuple(self._links):
+                self._end(link, cut)
+
+    def _silence(self, ways: set[Way], *, living: bool) -> None:
+        self._silent |= ways
+        if living:
+            for link in self._links:
+                link.silent |= ways
+
+    def _restore(self) -> None:
+        self._delay = 0.0
+        self._silent.clear()
+        self._rules.clear()
+        for link in tuple(self._links):
+            if link.stalled:
+                self._end(link, Cut.RST)
+            elif link.silent:
+                link.silent.clear()
+                for way, side in link.sides.items():
+                    if side not in self._selector.get_map():
+                        self._selector.register(side, selectors.EVENT_READ, _reader(self, link, way))
+        if self._listener is None:
+            self._listener = self._listen(self.port)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def _shut(self) -> None:
+        self._closing = True
+        self._stop_listening(Cut.RST)
+
+
+def _reader(proxy: Proxy, link: _Link, way: Way) -> Callable[[], None]:
+    return lambda: proxy.read(link, way)
+
+
+def _reset(side: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RST)
+    side.close()
+
+
+@contextlib.contextmanager
+def dead_port() -> Iterator[int]:
+    """A port of loopback that nobody listens on while the block runs, and that nobody else is given."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
