@@ -187,8 +187,10 @@ def _count_collision(ask: Ask, gates: Gates) -> None:
 
 def _queue(ask: Ask, gates: Gates, request: Request) -> Operation[Place]:
     """Wait at a gate; returns LEAD, HOLDER, or GONE when the deadline passed and the place was given up."""
+    waiter = request.waiter
+    assert waiter is not None
     while True:
-        yield (WAIT, request.waiter, ask.deadline.at)
+        yield (WAIT, waiter, ask.deadline.at)
         place = gates.place_of(request)
         if place is not Place.QUEUED:
             return place
@@ -331,7 +333,9 @@ def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | _Unlocked]:
     """One locking statement on one session; the session is idle again, or closed, unless it is a grant."""
     shard, request, address = ask.shard, ask.request, ask.address
     releasing = ask.core.affinity.get(address.slot)
-    session = yield from _check_out(ask, fresh=fresh, prefer=releasing)
+    session = None if fresh else shard.pool.take(releasing)
+    if session is None:
+        session = yield from _check_out(ask, fresh=fresh, prefer=releasing)
     request.session = session
     if shard.rights is None:
         request.session = None

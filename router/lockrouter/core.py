@@ -171,22 +171,22 @@ class Core:
             return self.gates.hand_over(hold)
 
     def _roll_back(self, hold: Hold, session: Session) -> None:
-        slot, affinity = hold.slot, self.affinity
-
-        def settled() -> None:
-            if affinity.get(slot) is session:
-                del affinity[slot]
-
         try:
             try:
                 with session.mutex:
                     if session.hold is hold and session.state == State.HOLDING:
-                        affinity[slot] = session
-                        session.send_rollback(settled)
+                        self.affinity[hold.slot] = session
+                        session.last_slot = hold.slot
+                        session.send_rollback(self._settled)
             finally:
                 hold.shard.pool.give_back(session)
         finally:
             self.gates.leave(hold)
+
+    def _settled(self, session: Session) -> None:
+        """The server has executed the ROLLBACK of a session: its last row needs no memory of it any more."""
+        if self.affinity.get(session.last_slot) is session:
+            del self.affinity[session.last_slot]
 
     def reap(self) -> None:
         """Release what dropped handles held."""

@@ -6,6 +6,7 @@ machine is suspended, so a holder that slept through its bound finds out the mom
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -19,12 +20,11 @@ GRACE = 0.05
 
 _FOREVER = 1e9
 
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
-def now(_clock: int = _CLOCK, _gettime: Callable[[int], float] = time.clock_gettime) -> float:
-    """Seconds since boot, suspend included."""
-    return _gettime(_clock)
+now: Clock = functools.partial(time.clock_gettime, _CLOCK)
+"""Seconds since boot, suspend included."""
 
 
 def checked_timeout(timeout: float | None, default: float) -> float:

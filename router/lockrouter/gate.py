@@ -87,9 +87,9 @@ class Hold:
         self.count = 1
         # Per key: how many handles are open, and their token. Keys whose handles are all released stay in `seen`.
         self.keys: dict[bytes, list[int]] = {key: [1, base + passes]}
-        self.seen: set[bytes] = set()
+        self.seen: set[bytes] | None = None
         self.lost: LossReason | None = None
-        self.callbacks: list[Callable[[LossReason], object]] = []
+        self.callbacks: tuple[Callable[[LossReason], object], ...] = ()
 
 
 class Request:
@@ -113,10 +113,25 @@ class Request:
         self.owner = owner
         self.owns = owns
         self.may_receive = may_receive
-        self.waiter = Waiter()
+        self.waiter: Waiter | None = None
         self.place = Place.GONE
         self.hold: Hold | None = None
         self.session: Session | None = None
+
+
+def _same_owner(holder: Hold, request: Request) -> bool:
+    """A request that names its owner is the holder's by that name only, an unnamed one by its context."""
+    if request.owner is not None:
+        return holder.owner == request.owner
+    return holder in request.owns
+
+
+def _wake(request: Request) -> None:
+    if request.waiter is not None:
+        request.waiter.wake()
+
+
+_NOBODY: deque[Request] = deque(maxlen=0)
 
 
 class _Gate:
@@ -125,7 +140,7 @@ class _Gate:
     def __init__(self) -> None:
         self.holder: Hold | None = None
         self.lead: Request | None = None
-        self.queue: deque[Request] = deque()
+        self.queue: deque[Request] = _NOBODY
 
 
 class Gates:
@@ -169,9 +184,7 @@ class Gates:
                 request.place = Place.LEAD
                 return Place.LEAD
             holder = gate.holder
-            if holder is not None and (
-                holder in request.owns or (request.owner is not None and holder.owner == request.owner)
-            ):
+            if holder is not None and holder.count and _same_owner(holder, request):
                 if not reentrant:
                     raise WouldDeadlock("the caller holds this row already, and asked not to enter it again")
                 self._nest(holder, request)
@@ -182,6 +195,9 @@ class Gates:
                 raise Overloaded(f"{max_waiters} callers of this process wait for the row already")
             if request.owns:
                 self._refuse_cycle(gate, request.owns)
+            request.waiter = Waiter()
+            if gate.queue is _NOBODY:
+                gate.queue = deque()
             gate.queue.append(request)
             request.place = Place.QUEUED
             for hold in request.owns:
@@ -194,7 +210,7 @@ class Gates:
             counted[0] += 1
         else:
             # A key of this row that was held and released inside this very hold needs a token above its last one.
-            holder.passes += request.key in holder.seen
+            holder.passes += holder.seen is not None and request.key in holder.seen
             holder.keys[request.key] = [1, holder.base + holder.passes]
         holder.count += 1
         request.hold = holder
@@ -204,7 +220,7 @@ class Gates:
         """Follow who waits for whom from `gate` on; a lead waits at the server, where no chain goes on."""
         seen: set[Hold] = set()
         at: _Gate | None = gate
-        while at is not None and at.holder is not None and at.holder not in seen:
+        while at is not None and at.holder is not None and at.holder.count and at.holder not in seen:
             if at.holder in owns:
                 raise WouldDeadlock("waiting for this row would close a cycle of waiting inside this process")
             seen.add(at.holder)
@@ -252,7 +268,7 @@ class Gates:
         self._forget_waiting(head)
         gate.lead = head
         head.place = Place.LEAD
-        head.waiter.wake()
+        _wake(head)
 
     def uncount(self, hold: Hold, key: bytes) -> bool:
         """One handle less; True when it was the last, and the row is to be released by the caller."""
@@ -263,7 +279,7 @@ class Gates:
             if not counted[0]:
                 del hold.keys[key]
                 if hold.count:
-                    hold.seen.add(key)
+                    hold.seen = (hold.seen or set()) | {key}
             return hold.count == 0
 
     def token_of(self, hold: Hold, key: bytes) -> int:
@@ -289,7 +305,7 @@ class Gates:
         """
         with self._lock:
             gate = self._gates[hold.slot]
-            if not gate.queue or not gate.queue[0].may_receive or hold.lost is not None:
+            if gate.holder is not hold or not gate.queue or not gate.queue[0].may_receive or hold.lost is not None:
                 return False
             heir = gate.queue.popleft()
             self._forget_waiting(heir)
@@ -307,7 +323,7 @@ class Gates:
             if hold.session is not None:
                 hold.session.hold = heir.hold
             heir.place = Place.HOLDER
-            heir.waiter.wake()
+            _wake(heir)
             return True
 
     def leave(self, hold: Hold) -> None:
@@ -339,7 +355,7 @@ class Gates:
         """Add a callback for the loss; returns the reason instead when the hold is lost already."""
         with self._lock:
             if hold.lost is None:
-                hold.callbacks.append(callback)
+                hold.callbacks += (callback,)
             return hold.lost
 
     def holder_of(self, slot: int) -> Hold | None:
@@ -368,4 +384,4 @@ class Gates:
         with self._lock:
             queued = [request for gate in self._gates.values() for request in gate.queue]
         for request in queued:
-            request.waiter.wake()
+            _wake(request)

@@ -96,6 +96,11 @@ class Pool:
             return session
         return (yield from self._open(until))
 
+    def take(self, prefer: Session | None) -> Session | None:
+        """Return an idle session at once, `prefer` if that is one; None: `check_out` has to say."""
+        with self._lock:
+            return None if self._closed else self._take_idle(prefer)
+
     def _take_idle(self, prefer: Session | None) -> Session | None:
         """Under `_lock`: a live idle session, looked at when it has been idle for long."""
         if prefer is not None and prefer in self._idle:

@@ -18,7 +18,7 @@ from pymysql.connections import Connection
 
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason
-from lockrouter.protocol.effects import CALL, RECEIVE, SEND, Operation
+from lockrouter.protocol.effects import CALL, RECEIVE, TALK, Operation
 from lockrouter.protocol.packets import (
     IN_TRANSACTION,
     PING,
@@ -30,6 +30,7 @@ from lockrouter.protocol.packets import (
     Reply,
     ReplyReader,
     Rows,
+    Shapes,
 )
 from lockrouter.protocol.wire import Wire
 from lockrouter.sql.statements import Dialect, dialect_of
@@ -41,6 +42,9 @@ __all__ = ["Answered", "Gone", "Incarnation", "Session", "Silent", "State", "dia
 
 Incarnation = tuple[bytes, int]
 """A server between two starts of it: its identity and, by its own clock in microseconds, when it started."""
+
+
+_OK_SIZE = 11
 
 
 class State(enum.IntEnum):
@@ -93,6 +97,7 @@ class Session:
         "fresh",
         "hold",
         "incarnation",
+        "last_slot",
         "mutex",
         "ping_sent_at",
         "safe_from",
@@ -101,10 +106,10 @@ class Session:
         "wire",
     )
 
-    def __init__(self, steady: Any, connection: Connection[Any]) -> None:
+    def __init__(self, steady: Any, connection: Connection[Any], shapes: Shapes | None = None) -> None:
         self._steady = steady
-        self._reader = ReplyReader()
-        self._on_settled: Callable[[], None] | None = None
+        self._reader = ReplyReader(shapes)
+        self._on_settled: Callable[[Session], None] | None = None
         self.wire = Wire(connection._sock)  # type: ignore[attr-defined]
         self.dialect: Dialect = dialect_of(connection.server_version)  # type: ignore[attr-defined]
         self.connection_id: int = connection.thread_id()  # type: ignore[no-untyped-call]
@@ -112,6 +117,7 @@ class Session:
         self.mutex = threading.Lock()
         self.state = State.IDLE
         self.hold: Any = None
+        self.last_slot = -1
         self.unread = 0
         self.fresh = True
         self.answered_at = self.safe_from = now()
@@ -133,22 +139,20 @@ class Session:
         try:
             sent_at = now()
             if packet:
-                yield (SEND, self.wire, packet)
+                # One unread OK is 11 bytes long; whatever comes behind it makes it more.
+                least = _OK_SIZE + 1 if self.unread == 1 else 1
+                self._feed((yield (TALK, self.wire, (packet, until, least))))
             while True:
                 reply = self._reader.next()
                 if reply is None:
-                    data = yield (RECEIVE, self.wire, until)
-                    if not data:
-                        raise Gone("the server closed the connection", answered=answered)
-                    self._reader.feed(data)
-                    continue
-                if self.unread:
+                    self._feed((yield (RECEIVE, self.wire, until)), answered)
+                elif self.unread:
                     self._settle(reply)
-                    continue
-                answered = True
-                if isinstance(reply, Err) and reply.unsolicited:
-                    raise Gone(f"({reply.code}) {reply.message}")
-                break
+                else:
+                    break
+            answered = True
+            if type(reply) is Err and reply.unsolicited:
+                raise Gone(f"({reply.code}) {reply.message}")
             if not more and not self._reader.empty:
                 raise Gone("bytes after the reply", answered=True)
         except TimeoutError as error:
@@ -164,6 +168,11 @@ class Session:
         self.safe_from = sent_at
         return reply
 
+    def _feed(self, data: bytes, answered: bool = False) -> None:
+        if not data:
+            raise Gone("the server closed the connection", answered=answered)
+        self._reader.feed(data)
+
     def _settle(self, reply: Reply) -> None:
         """Account for one reply that was left unread on purpose: that of a ROLLBACK or a PING."""
         if not isinstance(reply, Ok):
@@ -175,9 +184,9 @@ class Session:
     def _settled(self) -> None:
         settled, self._on_settled = self._on_settled, None
         if settled is not None:
-            settled()
+            settled(self)
 
-    def send_rollback(self, on_settled: Callable[[], None] | None = None) -> bool:
+    def send_rollback(self, on_settled: Callable[[Session], None] | None = None) -> bool:
         """Put a ROLLBACK on its way, its reply to be read later; False: the session is dead.
 
         `on_settled` is called when the server is known to have executed it, or the session to be closed.
@@ -253,13 +262,14 @@ class Session:
         """Ask a held session for a sign of life, to be read by `drain`; under `mutex`. False: dead."""
         sent_at = now()
         try:
+            self.wire.expect(1)
             self.wire.send(PING)
         except OSError:
             self.die()
             return False
         self.unread += 1
         self.ping_sent_at = sent_at
-        self._on_settled = self._ponged
+        self._on_settled = Session._ponged
         return True
 
     def _ponged(self) -> None:
@@ -298,7 +308,7 @@ class Session:
         return None
 
 
-def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None) -> Session:
+def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, shapes: Shapes | None = None) -> Session:
     """Connect and authenticate within about `seconds`, blocking; the session is IDLE and not yet set up.
 
     Raises:
@@ -338,14 +348,20 @@ def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None) -> Sess
         raise Gone(text) from error
     except OSError as error:
         raise Gone(str(error)) from error
-    session = Session(steady, connection)
+    session = Session(steady, connection, shapes)
     # The socket is this module's now: PyMySQL's reader must not take bytes, its finaliser must not send any.
     connection._rfile, connection._sock, connection._closed = None, None, True
     return session
 
 
 def open_session(
-    endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, *, control: bool, ghost_timeout: int
+    endpoint: Endpoint,
+    seconds: float,
+    tls: ssl.SSLContext | None,
+    *,
+    control: bool,
+    ghost_timeout: int,
+    shapes: Shapes | None = None,
 ) -> Operation[Session]:
     """Return a session that is set up for its purpose; nothing of a failed attempt remains.
 
@@ -353,7 +369,7 @@ def open_session(
         Answered, Gone, Silent: as `dial`, and for what the set-up says.
     """
     until = now() + seconds
-    session: Session = yield (CALL, lambda: dial(endpoint, seconds, tls), None)
+    session: Session = yield (CALL, lambda: dial(endpoint, seconds, tls, shapes), None)
     try:
         setup = session.dialect.control_setup if control else session.dialect.session_setup
         reply = yield from session.exchange(setup(ghost_timeout), until)

@@ -15,7 +15,7 @@ from lockrouter.errors import LossReason, ShardError, ShardUnavailable, Topology
 from lockrouter.metrics import ShardStats
 from lockrouter.pool import Pool
 from lockrouter.protocol.effects import SLEEP, Operation, Waiter
-from lockrouter.protocol.packets import PING
+from lockrouter.protocol.packets import PING, Shapes
 from lockrouter.routing import PROTOCOL, fingerprint
 from lockrouter.session import Answered, Gone, Session, Silent, State, open_session, single_row
 from lockrouter.watcher import Task, Watcher
@@ -47,6 +47,7 @@ class Shard:
         self._endpoints: tuple[Endpoint, ...] = config.endpoints(shard)
         self._tls = _tls_context(self._endpoints[0])
         self._on_demoted = on_demoted
+        self._shapes = Shapes()
         self._lock = threading.Lock()
         self._changed: list[Waiter] = []
         self.rights: Rights | None = None
@@ -117,6 +118,7 @@ class Shard:
             self._tls,
             control=control,
             ghost_timeout=self.config.router.ghost_timeout,
+            shapes=None if control else self._shapes,
         )
 
     def _open_for_rows(self, until: float) -> Operation[Session]:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockrouter.deadline import now
-from lockrouter.protocol.effects import CALL, RECEIVE, SEND, SLEEP, Operation
+from lockrouter.protocol.effects import CALL, RECEIVE, SEND, SLEEP, TALK, Operation
 
 __all__ = ["Task", "Watcher"]
 
@@ -183,6 +183,11 @@ class Watcher:
         if kind == SEND:
             subject.send(detail)
             return True, None
+        if kind == TALK:
+            data, until, _ = detail
+            subject.send(data)
+            kind, detail = RECEIVE, until
+            effect = (kind, subject, detail)
         if kind == RECEIVE:
             data = subject.receive_now()
             if data is not None:

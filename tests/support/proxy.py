@@ -20,7 +20,9 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
-__all__ = ["Cut", "Proxy", "Rule", "Way"]
+from lockrouter.testing.server import free_port
+
+__all__ = ["Cut", "Proxy", "Rule", "Way", "dead_port"]
 
 _RST = struct.pack("ii", 1, 0)
 
@@ -94,8 +96,9 @@ class Proxy:
         self._closing = False
         self.accepted = 0
         """Connections accepted so far."""
-        self._listener: socket.socket | None = self._listen(0)
-        self.port: int = self._listener.getsockname()[1]
+        # Below the range of outgoing connections: while nobody listens, no client is given this port or meets itself on it.
+        self.port = free_port(set())
+        self._listener: socket.socket | None = self._listen(self.port)
         self._selector.register(self._inbox, selectors.EVENT_READ, self._answer)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._thread = threading.Thread(target=self._run, name=f"proxy-{self.port}", daemon=True)

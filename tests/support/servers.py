@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lockrouter.admin.init import init
+from lockrouter.admin.seed import seed
+from lockrouter.config import load
 from lockrouter.testing.binaries import ProgramError, Vendor, find
 from lockrouter.testing.cluster import Cluster
 
@@ -35,6 +38,9 @@ class Clusters:
 
 def provision(cluster: Cluster) -> None:
     """The hook between a cluster's start and its first test: creates and seeds what the tests expect in it."""
+    config, admin = load(cluster.shards_file), load(cluster.admin_file)
+    init(config, admin)
+    seed(config, admin)
 
 
 def versions() -> str:

@@ -5,6 +5,7 @@ the background thread that multiplexes many operations, and asyncio (the way psy
 tuple, because several are made for every lock:
 
 - `(SEND, wire, data)`: all bytes are on their way; result None.
+- `(TALK, wire, (data, until, least))`: SEND, then RECEIVE of `least` bytes or more, in one step: what every lock does.
 - `(RECEIVE, wire, until)`: result: some bytes, `b""` at the end of the stream; raises TimeoutError at `until`.
 - `(WAIT, waiter, until)`: result True when the waiter was woken, False at `until`.
 - `(SLEEP, until, None)`: result None.
@@ -22,9 +23,9 @@ from typing import Any, TypeVar
 
 from lockrouter.deadline import now
 
-__all__ = ["CALL", "RECEIVE", "SEND", "SLEEP", "WAIT", "Effect", "Operation", "Waiter", "drive"]
+__all__ = ["CALL", "RECEIVE", "SEND", "SLEEP", "TALK", "WAIT", "Effect", "Operation", "Waiter", "drive"]
 
-SEND, RECEIVE, WAIT, SLEEP, CALL = range(5)
+SEND, RECEIVE, WAIT, SLEEP, CALL, TALK = range(6)
 
 Effect = tuple[int, Any, Any]
 T = TypeVar("T")
@@ -54,7 +55,7 @@ class Waiter:
 
 
 def perform(effect: Effect) -> Any:
-    """Carry out one effect by blocking the calling thread or greenlet."""
+    """Carry out one effect, but TALK, by blocking the calling thread or greenlet."""
     kind, subject, detail = effect
     if kind == RECEIVE:
         return subject.receive(detail)
@@ -76,7 +77,12 @@ def drive(operation: Operation[T]) -> T:
             effect = step(result)
             while True:
                 try:
-                    result = perform(effect)
+                    if effect[0] == TALK:
+                        data, until, least = effect[2]
+                        effect[1].send(data)
+                        result = effect[1].receive(until, least)
+                    else:
+                        result = perform(effect)
                     break
                 except BaseException as error:  # noqa: BLE001 - the operation decides; what it does not catch comes out
                     effect = operation.throw(error)

@@ -22,12 +22,13 @@ class Wire:
     a Python timeout costs; TLS and cooperative (gevent) sockets use Python's own timeout.
     """
 
-    __slots__ = ("_bound", "_kernel", "sock")
+    __slots__ = ("_bound", "_kernel", "_least", "sock")
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._kernel = type(sock) is socket.socket and type(sock).__module__ == "socket"
         self._bound = 0.0
+        self._least = 1
         sock.settimeout(None)
         if self._kernel:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
@@ -53,18 +54,31 @@ class Wire:
             raise OSError("the peer takes no more bytes")
         self.sock.sendall(data)
 
-    def receive(self, until: float) -> bytes:
+    def receive(self, until: float, least: int = 1) -> bytes:
         """Return at least one byte, or `b""` at the end of the stream.
 
+        Args:
+            until: the end of waiting, on the package's clock; kept within 50 ms.
+            least: a hint that fewer bytes than this are of no use yet, so that one wake-up serves two replies. The
+                caller must know that so many will come, or the stream end.
+
         Raises:
-            TimeoutError: nothing came before `until` (at most 50 ms later).
+            TimeoutError: nothing came in time.
             OSError: the connection is broken.
         """
+        if least != self._least:
+            self.expect(least)
         self._set_bound(until - now())
         try:
             return self.sock.recv(_CHUNK)
         except (BlockingIOError, TimeoutError):
             raise TimeoutError("no reply") from None
+
+    def expect(self, least: int) -> None:
+        """Let the kernel call the socket readable only when `least` bytes are there, or the stream has ended."""
+        if self._kernel and least != self._least:
+            self._least = least
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
 
     def receive_now(self) -> bytes | None:
         """Return what has arrived, `b""` at the end of the stream, None when there is nothing; never waits."""

@@ -80,6 +80,8 @@ class Server(msgspec.Struct):
             "max-connections": 500,
             "innodb-buffer-pool-size": "64M",
             "innodb-flush-log-at-trx-commit": 1,
+            "innodb-buffer-pool-load-at-startup": "OFF",
+            "innodb-buffer-pool-dump-at-shutdown": "OFF",
             "sync-binlog": 1,
             "skip-log-bin": "log-bin" not in chosen,
             "performance-schema": "ON" if program.vendor is Vendor.MYSQL else "OFF",
