@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import re
+import subprocess
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["machine"]
+__all__ = ["machine", "program_version"]
 
 _PACKAGES = ("lockrouter", "PyMySQL", "DBUtils", "redis", "python-redis-lock", "filelock")
 
@@ -42,3 +44,12 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def program_version(command: Sequence[str]) -> str:
+    """The first number with dots in what a program says of its version."""
+    done = subprocess.run(
+        [*command, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    found = re.search(r"\d+(?:\.\d+)+", done.stdout)
+    return found[0] if found else "of unknown version"

@@ -11,6 +11,8 @@ import time
 from typing import Any, cast
 
 from bench_routing import config_of
+from prometheus_client import CollectorRegistry
+
 from lockrouter import LockRouter
 from lockrouter.control import Rights
 from lockrouter.deadline import now
@@ -18,7 +20,6 @@ from lockrouter.protocol.effects import Operation
 from lockrouter.protocol.packets import QUIT, ROLLBACK, query
 from lockrouter.protocol.wire import Wire
 from lockrouter.session import Session
-from prometheus_client import CollectorRegistry
 
 __all__ = ["KEYS", "StubWire", "cycle", "cycle_cost", "stub_cost", "stub_router"]
 
@@ -104,7 +105,9 @@ def _grant(packet: bytes) -> bytes:
 def _column(name: bytes) -> bytes:
     """A column definition as a server sends it; the numbers at its end are nobody's concern here."""
     texts = (b"def", b"locks_0", b"lock_00", b"lock_00", name, name)
-    return b"".join(bytes((len(text),)) + text for text in texts) + b"\x0c\x3f\x00\x0a\x00\x00\x00\x03\x03\x50\x00\x00\x00"
+    return (
+        b"".join(bytes((len(text),)) + text for text in texts) + b"\x0c\x3f\x00\x0a\x00\x00\x00\x03\x03\x50\x00\x00\x00"
+    )
 
 
 def stub_router() -> LockRouter:

@@ -7,6 +7,7 @@ import subprocess
 from functools import partial
 from pathlib import Path
 
+from bench_machine import program_version
 from bench_mysql import BOUND_MS, THREADS, dialect_of_vendor, endpoint_of
 from bench_timing import Contender, Sample
 
@@ -34,7 +35,7 @@ def sysbench_contenders(config: RouterConfig, vendor: str, folder: Path) -> list
 
 def sysbench_version() -> str:
     """As it says it."""
-    return _output((*debian_tool("sysbench"), "--version")).split()[1]
+    return program_version(debian_tool("sysbench"))
 
 
 def _settings(config: RouterConfig, vendor: str) -> str:

@@ -29,6 +29,7 @@ from lockrouter.session import Answered, Gone, Incarnation, Session, Silent, Sta
 from lockrouter.sql import statements
 
 if TYPE_CHECKING:
+    from lockrouter.config import Endpoint
     from lockrouter.shard import Shard
 
 __all__ = ["Keeper", "Reading", "Rights"]
@@ -137,6 +138,7 @@ class Keeper:
         self._order: bytes | None = None
         self._order_what = ""
         self._write_failed = False
+        self._highest_term = 0
         # Connections to be killed. An id means something only between two starts of the server that gave it.
         self.kills: deque[tuple[int, Incarnation]] = deque(maxlen=1000)
 
@@ -176,14 +178,12 @@ class Keeper:
         session, self._control = self._control, None
         self._reused = session is not None
         if session is None:
-            session = yield from shard.open_control()
+            session = yield from self._find_primary()
         try:
             until = now() + shard.config.pool.connect_timeout
             if not self._reused:
                 yield from self._refuse_frozen_clock(session, until)
-            sent_at = now()
-            reply = yield from session.exchange(session.dialect.control_read(), until)
-            reading = Reading.of(single_row(reply), sent_at, now())
+            reading = yield from self._ask(session, until)
             while self.kills:
                 connection_id, incarnation = self.kills.popleft()
                 if incarnation == reading.incarnation:
@@ -198,6 +198,52 @@ class Keeper:
         session.state = State.IDLE
         self._control = session
         self._judge(reading, session)
+
+    def _ask(self, session: Session, until: float) -> Operation[Reading]:
+        sent_at = now()
+        reply = yield from session.exchange(session.dialect.control_read(), until)
+        return Reading.of(single_row(reply), sent_at, now())
+
+    def _find_primary(self) -> Operation[Session]:
+        """A control session to the shard's writable primary, or, where none is found, to a server that answers.
+
+        Of several hosts all that can be reached are asked, and exactly one may be writable.
+
+        Raises:
+            Gone, Silent: none can be reached.
+            Answered: two are writable.
+        """
+        shard = self._shard
+        if len(shard.endpoints) == 1:
+            return (yield from shard.open_control())
+        found: list[tuple[Endpoint, Session]] = []
+        answering: list[tuple[Endpoint, Session]] = []
+        failure: Exception = Gone("no host was asked")
+        try:
+            for endpoint in shard.endpoints:
+                try:
+                    session = yield from shard.open_control(endpoint)
+                    answering.append((endpoint, session))
+                    reading = yield from self._ask(session, now() + shard.config.pool.connect_timeout)
+                    if reading.not_primary is None:
+                        found.append((endpoint, session))
+                except (Gone, Silent, Answered) as error:
+                    failure = error
+            if len(found) > 1:
+                raise Answered(0, f"{len(found)} writable primaries: exactly one may grant")
+            alive = [pair for pair in found or answering if pair[1].state != State.DEAD]
+            if not alive:
+                raise failure
+            shard.endpoint, chosen = alive[0]
+        except BaseException:
+            for _, session in answering:
+                session.die()
+            raise
+        for _, session in answering:
+            if session is not chosen:
+                session.state = State.IDLE
+                session.close()
+        return chosen
 
     def _refuse_frozen_clock(self, session: Session, until: float) -> Operation[None]:
         first, _, second = single_row((yield from session.exchange(statements.SYSDATE_MOVES, until)))
@@ -215,6 +261,8 @@ class Keeper:
             shard.refuse("the database was seeded for another topology", mismatch=True)
         elif reading.not_primary is not None:
             shard.demote(reading.not_primary)
+        elif reading.term < self._highest_term:
+            shard.refuse(f"an older server: its term is {reading.term}, {self._highest_term} was seen before")
         elif reading.drained and reading.drained == reading.incarnation[0]:
             shard.refuse("the shard is drained for a switchover")
         elif reading.term_identity != reading.incarnation[0]:
@@ -225,6 +273,7 @@ class Keeper:
             self._restarted(reading)
         else:
             self._permit(reading)
+        self._highest_term = max(self._highest_term, reading.term)
         if last is not None and last.epoch != reading.epoch:
             _log.info("shard %s: topology epoch is now %d", shard.id, reading.epoch)
 

@@ -14,7 +14,7 @@ from lockrouter import tokens
 from lockrouter.deadline import now
 from lockrouter.errors import LockLost, LossReason, RouterClosed
 from lockrouter.gate import Gates, Hold, Request
-from lockrouter.metrics import Metrics, multiprocess
+from lockrouter.metrics import SEGMENTS, Metrics, multiprocess
 from lockrouter.protocol.effects import SLEEP, Operation, drive
 from lockrouter.protocol.packets import IN_TRANSACTION, Rows
 from lockrouter.routing import Routing, fingerprint, key_hash
@@ -127,6 +127,10 @@ class Core:
     def tag(self, key: bytes) -> bytes:
         """What the locking statement says of its key to whoever looks at the server."""
         return key_hash(key).encode()
+
+    def segment(self, bucket: int) -> int:
+        """Which of the equal parts of the bucket space a bucket lies in."""
+        return bucket * SEGMENTS // self.config.topology.buckets
 
     def storm(self) -> bool:
         """True when two shards or more, owning `storm_ratio` of the buckets, do not answer."""
@@ -319,6 +323,17 @@ class Core:
             metrics.held.labels(shard.id, "local").set(sum(hold.degraded for hold in mine))
             metrics.waiters.labels(shard.id).set(waiting[shard.id])
             self._fold_shard(metrics, shard)
+        self._fold_segments(metrics)
+
+    def _fold_segments(self, metrics: Metrics) -> None:
+        rows = [shard.stats.row for shard in self.shards.values()]
+        for segment in range(SEGMENTS):
+            label, name = str(segment), (self.generation, "segment", segment)
+            acquires = sum(stats.segment_acquires[segment] for stats in rows)
+            if acquires:
+                metrics.count((*name, "n"), metrics.segment_acquires.labels(label), acquires)
+                waited = sum(stats.segment_wait[segment] for stats in rows)
+                metrics.count((*name, "s"), metrics.segment_wait.labels(label), waited)
 
     def _fold_shard(self, metrics: Metrics, shard: Shard) -> None:
         who = self.generation

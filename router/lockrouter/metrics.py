@@ -25,7 +25,16 @@ SEGMENTS = 64
 class ModeStats:
     """Integers of one shard and mode, under their own mutex."""
 
-    __slots__ = ("_lock", "hold_counts", "hold_sum", "outcomes", "wait_counts", "wait_sum")
+    __slots__ = (
+        "_lock",
+        "hold_counts",
+        "hold_sum",
+        "outcomes",
+        "segment_acquires",
+        "segment_wait",
+        "wait_counts",
+        "wait_sum",
+    )
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,10 +43,14 @@ class ModeStats:
         self.hold_counts = [0] * (len(BOUNDS) + 1)
         self.wait_sum = 0.0
         self.hold_sum = 0.0
+        self.segment_acquires = [0] * SEGMENTS
+        self.segment_wait = [0.0] * SEGMENTS
 
-    def ended(self, outcome: str, waited: float) -> None:
-        """Count one acquisition that ended with `outcome` after `waited` seconds."""
+    def ended(self, outcome: str, waited: float, segment: int) -> None:
+        """Count one acquisition in a segment of the bucket space that ended with `outcome` after `waited` seconds."""
         with self._lock:
+            self.segment_acquires[segment] += 1
+            self.segment_wait[segment] += waited
             self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
             self.wait_counts[bisect_left(BOUNDS, waited)] += 1
             self.wait_sum += waited

@@ -102,19 +102,19 @@ class LockRouter:
             core.reap()
         ask = Ask(core, raw, rule, deadline, wait=deadline.timeout > 0, owner=owner, reentrant=reentrant)
         handle = RowLock(core, key, raw, ask.address, confirm=confirm)
-        stats = ask.shard.stats
+        stats, segment = ask.shard.stats, core.segment(ask.address.bucket)
         try:
             hold = drive(take_row(ask))
             if hold is None:
-                stats.row.ended("busy", deadline.waited())
+                stats.row.ended("busy", deadline.waited(), segment)
                 return None, ask
             handle._attach(hold)
         except LockTimeout:
-            stats.row.ended("timeout", deadline.waited())
+            stats.row.ended("timeout", deadline.waited(), segment)
             raise
         except (Overloaded, ShardError) as error:
             refused = isinstance(error, Overloaded) or not ask.shard.breaker.closed
-            stats.row.ended("refused" if refused else "error", deadline.waited())
+            stats.row.ended("refused" if refused else "error", deadline.waited(), segment)
             raise
         except BaseException:
             if not handle.attached:
@@ -123,9 +123,9 @@ class LockRouter:
         if hold.thing is ask.request.thing and hold not in ask.request.owns:
             record(hold)
         if hold.degraded:
-            stats.local.ended("degraded", deadline.waited())
+            stats.local.ended("degraded", deadline.waited(), segment)
         else:
-            stats.row.ended("acquired", deadline.waited())
+            stats.row.ended("acquired", deadline.waited(), segment)
         return handle, ask
 
     def route(self, key: str | bytes) -> Address:

@@ -44,8 +44,10 @@ class Shard:
         self.protocol = PROTOCOL
         self.fingerprint = fingerprint(config.topology)
         self.buckets = sum(last - first + 1 for first, last in shard.ranges())
-        self._endpoints: tuple[Endpoint, ...] = config.endpoints(shard)
-        self._tls = _tls_context(self._endpoints[0])
+        self.endpoints: tuple[Endpoint, ...] = config.endpoints(shard)
+        # Of several hosts, the one that was found to be the writable primary.
+        self.endpoint = self.endpoints[0]
+        self._tls = _tls_context(self.endpoint)
         self._on_demoted = on_demoted
         self._shapes = Shapes()
         self._lock = threading.Lock()
@@ -107,13 +109,13 @@ class Shard:
 
     # -- connections --------------------------------------------------------------------------------------------
 
-    def open_control(self) -> Operation[Session]:
-        """Open a session for reading, killing and the grant window."""
-        return self._open(self.config.pool.connect_timeout, control=True)
+    def open_control(self, endpoint: Endpoint | None = None) -> Operation[Session]:
+        """Open a session for reading, killing and the grant window; by default to the present primary."""
+        return self._open(endpoint or self.endpoint, self.config.pool.connect_timeout, control=True)
 
-    def _open(self, seconds: float, *, control: bool) -> Operation[Session]:
+    def _open(self, endpoint: Endpoint, seconds: float, *, control: bool) -> Operation[Session]:
         return open_session(
-            self._endpoints[0],
+            endpoint,
             seconds,
             self._tls,
             control=control,
@@ -124,7 +126,7 @@ class Shard:
     def _open_for_rows(self, until: float) -> Operation[Session]:
         """Open a session for row locks and learn which server, since when, it leads to."""
         seconds = min(self.config.pool.connect_timeout, until - now())
-        session = yield from self._open(seconds, control=False)
+        session = yield from self._open(self.endpoint, seconds, control=False)
         try:
             row = single_row((yield from session.exchange(session.dialect.whoami(), now() + max(seconds, 0.05))))
         except BaseException:

@@ -1,94 +1,28 @@
-"""init, seed and verify on real servers of both vendors."""
+"""init and seed on real servers of both vendors, and what the application's user may do afterwards."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pymysql
 import pytest
-from typer.testing import CliRunner
 
 from lockrouter.admin.init import init
 from lockrouter.admin.seed import seed
-from lockrouter.admin.verify import verify
-from lockrouter.cli import app
-from lockrouter.config import RouterConfig, load
 from lockrouter.errors import ConfigError, NotSeeded, ShardUnavailable, TopologyMismatch
 from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
-
-from ..support.servers import Clusters
+from tests.support.servers import Clusters
+from tests.support.shards import BUCKETS, ROWS, TABLES, Shards, arguments, drop, make
 
 pytestmark = pytest.mark.server
-
-TABLES, BUCKETS, ROWS = 2, 8, 16
-IN_ONE_TABLE = BUCKETS // 2 // TABLES * ROWS
-
-
-@dataclass
-class Shards:
-    """A topology in databases of its own on the two servers of a cluster."""
-
-    cluster: Cluster
-    file: Path
-    admin_file: Path
-    databases: tuple[str, str]
-
-    @property
-    def config(self) -> RouterConfig:
-        return load(self.file)
-
-    @property
-    def admin(self) -> RouterConfig:
-        return load(self.admin_file)
-
-    def create(self) -> Shards:
-        init(self.config, self.admin)
-        seed(self.config, self.admin)
-        return self
-
-    def sql(self, index: int, *statements: str) -> list[tuple[Any, ...]]:
-        """Executes as administrator in the shard's database; answers the last one's rows."""
-        with self.cluster.connect(index) as connection, connection.cursor() as cursor:
-            cursor.execute(f"CREATE DATABASE IF NOT EXISTS {self.databases[index]}")
-            cursor.execute(f"USE {self.databases[index]}")
-            for statement in statements:
-                cursor.execute(statement)
-            rows = list(cursor.fetchall())
-            connection.commit()
-        return [tuple(row.values()) if isinstance(row, dict) else tuple(row) for row in rows]
-
-    def problems(self) -> list[tuple[str, str]]:
-        return [(finding.shard, finding.problem) for finding in verify(self.config, self.admin)]
-
-    def application(self, index: int) -> pymysql.connections.Connection[Any]:
-        """A connection of the application's user."""
-        config = self.config
-        where = config.endpoints(config.shards[index])[0]
-        return pymysql.connect(
-            host=where.host,
-            port=where.port,
-            user=where.user,
-            password=where.password,
-            database=where.database,
-            ssl_disabled=True,
-        )
-
-    def epoch(self, epoch: int) -> RouterConfig:
-        """The file as it would be at another epoch."""
-        config = self.config
-        return msgspec.structs.replace(config, topology=msgspec.structs.replace(config.topology, epoch=epoch))
 
 
 @pytest.fixture
@@ -109,30 +43,6 @@ def empty(servers: Cluster, tmp_path: Path) -> Iterator[Shards]:
 def shards(empty: Shards) -> Shards:
     """Two shards, initialised and seeded."""
     return empty.create()
-
-
-def make(cluster: Cluster, folder: Path, prefix: str, tables: int, buckets: int, rows: int) -> Shards:
-    """The files of a topology; its databases do not exist yet."""
-    shape = f'name = "t"\nepoch = 3\ntables = {tables}\nbuckets = {buckets}\nrows_per_bucket = {rows}\n'
-    paths = []
-    for original in (cluster.shards_file, cluster.admin_file):
-        config = load(original)
-        text = f'[topology]\n{shape}[router]\non_outage = "refuse"\n'
-        for index, shard in enumerate(config.shards):
-            database = config.endpoints(shard)[0].database
-            url = shard.url.removesuffix(database) + f"{prefix}_{index}"
-            share = f"{buckets // 2 * index}-{buckets // 2 * (index + 1) - 1}"
-            text += f'[[shard]]\nid = "s{index}"\nurl = "{url}"\nbuckets = ["{share}"]\n'
-        paths.append(folder / f"{prefix}-{Path(original).name}")
-        paths[-1].write_text(text, "utf-8")
-    shards = Shards(cluster, paths[0], paths[1], (f"{prefix}_0", f"{prefix}_1"))
-    drop(shards)
-    return shards
-
-
-def drop(shards: Shards) -> None:
-    for index, database in enumerate(shards.databases):
-        shards.sql(index, f"DROP DATABASE {database}")
 
 
 def test_init_creates_everything_once(empty: Shards) -> None:
@@ -248,7 +158,7 @@ def test_two_seeders_at_once(empty: Shards) -> None:
 def test_a_killed_seeder_is_resumed(servers: Cluster, tmp_path: Path) -> None:
     big = make(servers, tmp_path, "killed", 4, 64, 5000)
     init(big.config, big.admin)
-    code = f"from lockrouter.cli import main; import sys; sys.argv[1:] = {_arguments('seed', big)!r}; main()"
+    code = f"from lockrouter.cli import main; import sys; sys.argv[1:] = {arguments('seed', big)!r}; main()"
     seeder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while not big.sql(0, "SELECT COUNT(*) FROM lock_00")[0][0]:
@@ -305,172 +215,3 @@ def test_the_application_can_work_with_leases_under_the_buckets_fence(shards: Sh
         assert released == 1
         assert cursor.execute("DELETE FROM lease_00 WHERE owner = ''") == 1
         connection.rollback()
-
-
-def test_verify_finds_nothing_wrong_with_or_without_an_administrator(shards: Shards) -> None:
-    assert verify(shards.config, shards.admin) == []
-    assert verify(shards.config) == []
-
-
-FAULTS = [
-    ("DROP TABLE lease_01", "missing-table"),
-    ("DROP TABLE lock_01", "missing-table"),
-    ("DROP TABLE lock_meta", "missing-table"),
-    ("ALTER TABLE lease_00 ENGINE = MyISAM", "engine"),
-    ("DELETE FROM lock_00 WHERE slot = 7", "missing-rows"),
-    ("DELETE FROM lock_bucket WHERE bucket = 3", "unseeded"),
-    ("INSERT INTO lock_00 (slot, epoch) VALUES (16, 3)", "extra-rows"),
-    ("INSERT INTO lock_00 (slot, epoch) VALUES (4294967295, 3)", "extra-rows"),
-    ("UPDATE lock_00 SET epoch = 2 WHERE slot = 7", "row-epoch"),
-    ("UPDATE lock_00 SET epoch = 0 WHERE slot = 7", "closed-rows"),
-    ("UPDATE lock_bucket SET epoch = 0, moved_to = 's1' WHERE bucket = 0", "closed-bucket"),
-    ("UPDATE lock_bucket SET epoch = 0, moved_to = 's1' WHERE bucket = 0", "departed-open"),
-    ("INSERT INTO lock_bucket (bucket, epoch) VALUES (7, 3)", "foreign-bucket"),
-    ("INSERT INTO lock_bucket (bucket, epoch) VALUES (7, 3)", "open-twice"),
-    ("UPDATE lock_meta SET topology = 'other'", "topology"),
-    ("UPDATE lock_meta SET protocol = 2", "protocol"),
-    ("UPDATE lock_meta SET fingerprint = REPEAT('x', 16)", "fingerprint"),
-    ("UPDATE lock_meta SET epoch = 2", "epoch"),
-    ("UPDATE lock_meta SET epoch = 4", "epoch"),
-    ("UPDATE lock_meta SET term = 400", "term"),
-    ("UPDATE lock_meta SET migration = 'somebody'", "migration"),
-    ("UPDATE lock_meta SET term_identity = 'me', drained = 'me'", "drained"),
-    ("DELETE FROM lock_meta", "not-initialised"),
-]
-
-
-@pytest.mark.parametrize(("fault", "problem"), FAULTS, ids=[f"{problem}-{n}" for n, (_, problem) in enumerate(FAULTS)])
-def test_verify_finds_a_fault(shards: Shards, fault: str, problem: str) -> None:
-    shards.sql(0, fault)
-    assert ("s0", problem) in shards.problems()
-    assert not [found for found in shards.problems() if found[0] == "s1"]
-    assert all("\n" not in finding.text for finding in verify(shards.config, shards.admin))
-
-
-def test_a_drained_server_that_is_not_the_primary_any_more_is_no_fault(shards: Shards) -> None:
-    shards.sql(0, "UPDATE lock_meta SET term_identity = 'new', drained = 'old'")
-    assert shards.problems() == []
-
-
-@pytest.mark.parametrize(
-    ("statement", "undo", "problem"),
-    [
-        ("REVOKE DELETE ON once FROM", "GRANT DELETE ON once TO", "missing-grant"),
-        ("REVOKE UPDATE (pad) ON lock_00 FROM", "GRANT UPDATE (pad) ON lock_00 TO", "missing-grant"),
-        ("GRANT UPDATE (epoch) ON lock_00 TO", "REVOKE UPDATE (epoch) ON lock_00 FROM", "excess-grant"),
-        ("GRANT DROP ON t_0.* TO", "REVOKE DROP ON t_0.* FROM", "excess-grant"),
-    ],
-)
-def test_verify_finds_wrong_grants(shards: Shards, statement: str, undo: str, problem: str) -> None:
-    config = shards.config
-    user = config.endpoints(config.shards[0])[0].user
-    accounts = f"'{user}'@'127.0.0.1', '{user}'@'localhost'"
-    shards.sql(0, f"{statement} {accounts}")
-    try:
-        assert shards.problems() == [("s0", problem)]
-    finally:
-        # A grant outlives the database that it is on.
-        shards.sql(0, f"{undo} {accounts}")
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "back", "problem"),
-    [("read_only", "ON", "OFF", "read-only"), ("binlog_format", "'STATEMENT'", "'ROW'", "binlog-format")],
-)
-def test_verify_finds_a_setting(shards: Shards, variable: str, value: str, back: str, problem: str) -> None:
-    shards.sql(1, f"SET GLOBAL {variable} = {value}")
-    try:
-        assert shards.problems() == [("s1", problem)]
-    finally:
-        shards.sql(1, f"SET GLOBAL {variable} = {back}")
-
-
-def test_a_read_only_server_is_not_written_to(shards: Shards) -> None:
-    shards.sql(1, "SET GLOBAL read_only = ON")
-    try:
-        for command in (init, seed):
-            with pytest.raises(ShardUnavailable, match=r"s1.*read-only"):
-                command(shards.config, shards.admin)
-    finally:
-        shards.sql(1, "SET GLOBAL read_only = OFF")
-
-
-def test_verify_finds_a_clock_that_stands(shards: Shards) -> None:
-    shards.cluster.stop(1)
-    shards.cluster.start(1, {"sysdate-is-now": True})
-    try:
-        assert shards.problems() == [("s1", "sysdate-is-now")]
-    finally:
-        shards.cluster.stop(1)
-        shards.cluster.start(1)
-
-
-def test_a_shard_that_does_not_answer(shards: Shards) -> None:
-    shards.sql(0, "DELETE FROM lock_00 WHERE slot = 1")
-    shards.cluster.stop(1)
-    try:
-        assert sorted(shards.problems()) == [("s0", "missing-rows"), ("s1", "unavailable")]
-        with pytest.raises(ShardUnavailable, match="s1"):
-            seed(shards.config, shards.admin)
-        with pytest.raises(ShardUnavailable, match="s1"):
-            init(shards.config, shards.admin)
-    finally:
-        shards.cluster.start(1)
-    # What the first shard lacked it got although the second did not answer: it knew all its buckets.
-    assert shards.problems() == []
-
-
-def _arguments(command: str, shards: Shards) -> list[str]:
-    return [command, str(shards.file), "--admin", str(shards.admin_file)]
-
-
-def test_the_commands(empty: Shards) -> None:
-    runner = CliRunner()
-    assert runner.invoke(app, _arguments("verify", empty)).exit_code == 1
-    first = runner.invoke(app, _arguments("init", empty))
-    assert first.exit_code == 0 and "created database t_0" in first.stdout
-    assert "nothing to create" in runner.invoke(app, _arguments("init", empty)).stdout
-    seeded = runner.invoke(app, _arguments("seed", empty))
-    assert seeded.exit_code == 0 and "s1: 64 rows, 64 of them new" in seeded.stdout
-    clean = runner.invoke(app, [*_arguments("verify", empty), "--sizing"])
-    assert clean.exit_code == 0 and "nothing is wrong" in clean.stdout and "10,000" in clean.stdout
-    empty.sql(0, "UPDATE lock_meta SET term = 401")
-    assert runner.invoke(app, _arguments("verify", empty)).exit_code == 0
-    empty.sql(0, "DELETE FROM lock_00 WHERE slot = 1")
-    dirty = runner.invoke(app, [*_arguments("verify", empty), "--json", "--sizing"])
-    found = json.loads(dirty.stdout)
-    assert dirty.exit_code == 1
-    assert {each["problem"] for each in found["findings"]} == {"term", "missing-rows"}
-    assert [each["held"] for each in found["sizing"]] == [1, 10, 100, 1_000, 10_000]
-
-
-def test_the_commands_without_an_administrator(empty: Shards) -> None:
-    runner = CliRunner()
-    runner.invoke(app, _arguments("init", empty))
-    drop(empty)
-    denied = runner.invoke(app, ["init", str(empty.file)])
-    assert denied.exit_code == 1 and "CREATE" in denied.stderr
-    assert runner.invoke(app, ["seed", str(empty.file)]).exit_code == 2
-
-
-def test_the_installed_command(shards: Shards, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", "from lockrouter.cli import main; main()"]
-    routed = subprocess.run([*command, "route", shards.file, "a", "--json"], capture_output=True, text=True, check=True)
-    (address,) = json.loads(routed.stdout)
-    assert address["key"] == "a" and address["slot"] // ROWS == address["bucket"]
-    raw = subprocess.run([*command, "route", shards.file, os.fsdecode(b"\xff")], capture_output=True, check=True)
-    assert raw.stdout.startswith(b"\\xff  bucket ")
-    wrong = tmp_path / "wrong.toml"
-    wrong.write_text("[topology]\nsurprise = 1\n", "utf-8")
-    for arguments in (["verify", str(wrong)], ["route", str(shards.file), ""]):
-        failed = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
-        assert failed.returncode == 2 and failed.stdout == ""
-        assert failed.stderr.startswith("lockrouter: ") and failed.stderr.count("\n") == 1
-
-
-def test_a_missing_extra_is_named() -> None:
-    code = "import sys; sys.modules['typer'] = None; from lockrouter.cli import main; main()"
-    failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert failed.returncode == 2 and failed.stderr.strip() == (
-        "lockrouter: typer is not installed: pip install 'lockrouter[cli]'"
-    )

@@ -244,7 +244,11 @@ def _on_server(observer: Observer) -> dict[str, list[int]]:
 
 
 def eventually(
-    probe: Callable[[], T], seconds: float = 10.0, shown: Callable[[], object] | None = None, *, every: float = 0.01
+    probe: Callable[[], T | None],
+    seconds: float = 10.0,
+    shown: Callable[[], object] | None = None,
+    *,
+    every: float = 0.01,
 ) -> T:
     """Return what `probe` answers as soon as that is true; fails when it is not within `seconds`."""
     until = time.monotonic() + seconds

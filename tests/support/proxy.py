@@ -96,7 +96,7 @@ class Proxy:
         self._closing = False
         self.accepted = 0
         """Connections accepted so far."""
-        # Below the range of outgoing connections: while nobody listens, no client is given this port or meets itself on it.
+        # Below the range of outgoing connections: while nobody listens, no client is given this port.
         self.port = free_port(set())
         self._listener: socket.socket | None = self._listen(self.port)
         self._selector.register(self._inbox, selectors.EVENT_READ, self._answer)
@@ -126,7 +126,7 @@ class Proxy:
 
     def cut(self, how: Cut = Cut.FIN, *, after: int = 0) -> None:
         """End all living connections but the `after` oldest."""
-        self._do(lambda: [self._end(link, how) for link in self._links[after:]])
+        self._do(lambda: self._end_all(how, after))
 
     def add(self, rule: Rule) -> Rule:
         """Have `rule` applied to one connection."""
@@ -290,6 +290,10 @@ class Proxy:
                 _reset(side)
             else:
                 side.close()
+
+    def _end_all(self, how: Cut, after: int) -> None:
+        for link in self._links[after:]:
+            self._end(link, how)
 
     # -- states -------------------------------------------------------------------------------------------------
 

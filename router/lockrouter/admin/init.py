@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -122,25 +122,32 @@ class _Init:
             if lacking := grants.missing(wanted, held, application.database):
                 self._prevented("--admin FILE", f"grants are missing: {grants.summary(lacking, application.database)}")
             return
-        for host in grants.user_hosts(self._application):
-            self._one_user(connection, application, host, wanted)
+        accounts = [host for host in grants.user_hosts(self._application) if self._account(connection, host)]
+        if accounts:
+            self._grant(connection, accounts, wanted)
 
-    def _one_user(self, connection: Connection, application: Endpoint, host: str, wanted: list[sql.Grant]) -> None:
+    def _account(self, connection: Connection, host: str) -> bool:
+        """Whether the application's user exists for that host, with the file's password."""
+        application = self._application[0]
         if not application.password and host == "%":
             raise ConfigError("the application's user needs a password", file=self._config.path, field="password_env")
-        account = {"user": application.user, "host": host}
+        values = {"user": application.user, "host": host, "password": application.password}
         name = f"user {application.user}@{host}"
-        secret = {**account, "password": application.password}
-        if not self._may(connection, sql.CREATE_USER, "CREATE USER", f"{name} may not exist", secret):
-            return
-        self._may(connection, sql.ALTER_USER, "CREATE USER", f"{name}: its password may be another", secret)
+        return self._may(connection, sql.CREATE_USER, "CREATE USER", f"{name} may not exist", values) and self._may(
+            connection, sql.ALTER_USER, "CREATE USER", f"{name} may have another password", values
+        )
+
+    def _grant(self, connection: Connection, hosts: Sequence[str], wanted: Sequence[sql.Grant]) -> None:
+        application = self._application[0]
+        values = {"user": application.user} | {f"host{number}": host for number, host in enumerate(hosts)}
 
         def place(each: sql.Grant) -> tuple[str, str]:
             return (each.database or application.database, each.table)
 
         for (database, table), group in groupby(sorted(wanted, key=place), key=place):
-            statement = sql.grant(database, table, list(group))
-            self._may(connection, statement, "GRANT OPTION", f"{name} cannot use {database}.{table}", account)
+            statement = sql.grant(database, table, list(group), len(hosts))
+            consequence = f"user {application.user} cannot use {database}.{table}"
+            self._may(connection, statement, "GRANT OPTION", consequence, values)
 
     def _may(
         self,

@@ -69,13 +69,7 @@ def seed(config: RouterConfig, admin: RouterConfig | None = None, progress: Prog
         TopologyMismatch: a database belongs to another topology, or is newer than the file.
     """
 
-    def look(shard: ShardConfig) -> _Known:
-        with connected(*administrator(config, admin, shard)) as connection:
-            return _look(connection, config, shard)
-
-    answers = each_shard(config, look)
-    failures = [answer for answer in answers.values() if isinstance(answer, ShardError)]
-    known = {shard: answer for shard, answer in answers.items() if isinstance(answer, _Known)}
+    known, failures = _survey(config, admin)
     reachable = [shard for shard in config.shards if shard.id in known]
     if failures and any(bucket not in known[shard.id].buckets for shard in reachable for bucket in buckets_of(shard)):
         raise _first(failures)
@@ -176,6 +170,18 @@ class _Seeder:
             self._there += rows
             if self._progress is not None:
                 self._progress(self._shard.id, self._there, self._wanted)
+
+
+def _survey(config: RouterConfig, admin: RouterConfig | None) -> tuple[dict[str, _Known], list[ShardError]]:
+    """What each shard knows, by id, and the errors of those that could not say."""
+
+    def look(shard: ShardConfig) -> _Known:
+        with connected(*administrator(config, admin, shard)) as connection:
+            return _look(connection, config, shard)
+
+    answers = each_shard(config, look)
+    known = {shard: answer for shard, answer in answers.items() if isinstance(answer, _Known)}
+    return known, [answer for answer in answers.values() if isinstance(answer, ShardError)]
 
 
 def _look(connection: Connection, config: RouterConfig, shard: ShardConfig) -> _Known:

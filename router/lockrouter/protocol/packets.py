@@ -199,11 +199,12 @@ class Shapes:
     Only replies that `decode` accepted teach a shape, and only an equal beginning uses it: the result is the same.
     """
 
-    __slots__ = ("_known", "_width")
+    __slots__ = ("_known", "_widths")
 
     def __init__(self) -> None:
         self._known: dict[bytes, int] = {}
-        self._width = 0
+        # Few: the statements of a session's life, whose table names are of one length.
+        self._widths: tuple[int, ...] = ()
 
     def learn(self, data: bytes) -> None:
         """Remember the beginning of a reply of rows, up to the end of its column definitions."""
@@ -211,39 +212,49 @@ class Shapes:
         at = 5
         for _ in range(columns + 1):
             at += 4 + (data[at] | data[at + 1] << 8 | data[at + 2] << 16)
-        if self._width in (0, at) and len(self._known) < _MAX_SHAPES:
-            self._width = at
+        if len(self._known) < _MAX_SHAPES:
             self._known[data[:at]] = columns
+            if at not in self._widths:
+                self._widths += (at,)
 
     def one_row(self, data: bytes) -> Rows | None:
         """Decode a reply that is one short row of a known shape and nothing more; None: ask `decode`."""
-        at = self._width
-        columns = self._known.get(data[:at])
-        if columns is None:
+        if data[3:4] != b"\x01" or data[4:5] == b"\x00":
             return None
-        end = len(data) - 9
-        sequence = columns + 3
-        if (
-            end - at < 4
-            or data[at] != end - at - 4
-            or data[at + 1]
-            or data[at + 2]
-            or data[at + 3] != sequence
-            or data[end : end + 5] != bytes((5, 0, 0, sequence + 1, 0xFE))
-            or data[end + 7] & _AUTOCOMMIT_MORE
-        ):
+        for at in self._widths:
+            columns = self._known.get(data[:at])
+            if columns is not None:
+                try:
+                    return _one_row(data, at, columns)
+                except IndexError:
+                    return None
+        return None
+
+
+def _one_row(data: bytes, at: int, columns: int) -> Rows | None:
+    end = len(data) - 9
+    sequence = columns + 3
+    if (
+        end - at < 4
+        or data[at] != end - at - 4
+        or data[at + 1]
+        or data[at + 2]
+        or data[at + 3] != sequence
+        or data[end : end + 5] != bytes((5, 0, 0, sequence + 1, 0xFE))
+        or data[end + 7] & _AUTOCOMMIT_MORE
+    ):
+        return None
+    at += 4
+    values = []
+    for _ in range(columns):
+        size = data[at]
+        if size > 0xFA:
             return None
-        at += 4
-        values = []
-        for _ in range(columns):
-            size = data[at]
-            if size > 0xFA:
-                return None
-            at += 1 + size
-            values.append(data[at - size : at])
-        if at != end:
-            return None
-        return Rows([tuple(values)], data[end + 7] | data[end + 8] << 8)
+        at += 1 + size
+        values.append(data[at - size : at])
+    if at != end:
+        return None
+    return Rows([tuple(values)], data[end + 7] | data[end + 8] << 8)
 
 
 class ReplyReader:

@@ -6,6 +6,7 @@ a validated shard file and is quoted by `quoted` all the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import TextClause, bindparam, text
@@ -149,13 +150,14 @@ def create_database(name: str) -> TextClause:
     return _literal(f"CREATE DATABASE IF NOT EXISTS {quoted(name)} CHARACTER SET utf8mb4 COLLATE utf8mb4_bin")
 
 
-def grant(database: str, table: str, grants: list[Grant]) -> TextClause:
-    """Gives `:user`@`:host` all the grants of one table. Repeating it changes nothing."""
+def grant(database: str, table: str, grants: Sequence[Grant], accounts: int) -> TextClause:
+    """Gives all the grants of one table to `:user` at each of `:host0`, `:host1`, ... Repeating it changes nothing."""
     verbs = ", ".join(
         f"{each.privilege} ({', '.join(map(quoted, sorted(each.columns)))})" if each.columns else each.privilege
         for each in grants
     )
-    return _literal(f"GRANT {verbs} ON {quoted(database)}.{quoted(table)} TO ", ":user@:host")
+    to = ", ".join(f":user@:host{number}" for number in range(accounts))
+    return _literal(f"GRANT {verbs} ON {quoted(database)}.{quoted(table)} TO ", to)
 
 
 def use_database(name: str) -> TextClause:

@@ -1,0 +1,156 @@
+"""The result of one run on one server: as a table in the terminal, as JSON, as Markdown, and into the README."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench_figures import Figures
+from bench_targets import Target, targets
+from bench_timing import Contender, ratio
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Report", "markdown", "update_readme"]
+
+_START, _END = "<!-- bench:start -->", "<!-- bench:end -->"
+_COLUMNS = (
+    "lock and release, in one process",
+    "callers",
+    "locks/s",
+    "lowest – highest",
+    "p50 ms",
+    "p99 ms",
+    "lockrouter is",
+)
+
+
+@dataclass(slots=True)
+class Report:
+    """All that was found on one server."""
+
+    vendor: str
+    date: str
+    servers: Mapping[str, str]
+    machine: Mapping[str, str]
+    rounds: int
+    seconds: float
+    contenders: Sequence[Contender]
+    figures: Figures | None
+    left_out: Sequence[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """Server and date."""
+        return f"{self.servers[self.vendor]}, {self.date}"
+
+    @property
+    def targets(self) -> list[Target]:
+        """Each target with what was seen."""
+        return targets(self.contenders, self.figures)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table of contenders: by kind of work and callers, the fastest first."""
+        order = sorted(self.contenders, key=lambda one: (one.threads, -one.rate))
+        return [self._row(one) for one in order]
+
+    def _row(self, one: Contender) -> tuple[str, ...]:
+        rates = [sample.rate for sample in one.samples]
+        mine = next((c for c in self.contenders if (c.name, c.threads) == ("lockrouter", one.threads)), None)
+        compared = f"{ratio(mine, one):.2f} ×" if mine is not None and mine is not one else ""
+        span = f"{min(rates):,.0f} – {max(rates):,.0f}"
+        return one.name, str(one.threads), f"{one.rate:,.0f}", span, _ms(one.p50), _ms(one.p99), compared
+
+    def print(self, console: Console) -> None:
+        """Show both tables."""
+        table = Table(*_COLUMNS, title=self.title)
+        for row in self.rows():
+            table.add_row(*row, style="bold" if row[0] == "lockrouter" else "")
+        console.print(table)
+        table = Table("target", "wanted", "seen")
+        for target in self.targets:
+            style = {None: "dim", True: "green", False: "yellow"}[target.met]
+            table.add_row(target.work, target.shown_wanted, target.shown_seen, style=style)
+        console.print(table)
+        for line in self.left_out:
+            console.print(line)
+
+    def save(self, folder: Path) -> tuple[Path, Path]:
+        """Write `<date>-<vendor>.json` and `.md`; returns where."""
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"{self.date}-{self.vendor}"
+        data, text = folder / f"{stem}.json", folder / f"{stem}.md"
+        data.write_text(json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n", "utf-8")
+        text.write_text("# lockrouter: a run of the benchmark\n\n" + markdown([self]), "utf-8")
+        return data, text
+
+    def as_json(self) -> dict[str, Any]:
+        """All that was measured; seconds, locks per second, and the units the names say."""
+        return {
+            "vendor": self.vendor,
+            "date": self.date,
+            "servers": dict(self.servers),
+            "machine": dict(self.machine),
+            "rounds": self.rounds,
+            "seconds": self.seconds,
+            "contenders": [
+                {
+                    "name": one.name,
+                    "callers": one.threads,
+                    "locks_per_second": round(one.rate, 1),
+                    "runs": [round(sample.rate, 1) for sample in one.samples],
+                    "p50": one.p50,
+                    "p99": one.p99,
+                }
+                for one in self.contenders
+            ],
+            "figures": self.figures,
+            "targets": [
+                {"work": t.work, "wanted": t.wanted, "at_most": t.at_most, "seen": t.seen, "unit": t.unit}
+                for t in self.targets
+            ],
+            "left_out": list(self.left_out),
+        }
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1000:.2f}"
+
+
+def markdown(reports: Sequence[Report]) -> str:
+    """The runs as Markdown: the machine once, then two tables for each server."""
+    first = reports[0]
+    programs = ", ".join(dict.fromkeys(text for report in reports for text in report.servers.values()))
+    facts = {**first.machine, "servers": programs}
+    lines = ["; ".join(f"{name}: {text}" for name, text in facts.items()) + ".", ""]
+    lines += [
+        f"Servers, client and load share the machine. Medians of {first.rounds} rounds of {first.seconds:g} s in turns."
+    ]
+    for report in reports:
+        lines += ["", f"### {report.title}", "", *_table(_COLUMNS, report.rows(), right=range(1, 7)), ""]
+        shown = [(t.work, t.shown_wanted, t.shown_seen) for t in report.targets]
+        lines += _table(("target", "wanted", "seen"), shown, right=(1, 2))
+        lines += ["", *(f"{line}  " for line in report.left_out)] if report.left_out else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> list[str]:
+    rule = ["---:" if number in right else "---" for number in range(len(header))]
+    return ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)]
+
+
+def update_readme(readme: Path, reports: Sequence[Report]) -> None:
+    """Put the runs between the README's markers.
+
+    Raises:
+        ValueError: the markers are not there.
+    """
+    text = readme.read_text("utf-8")
+    before, start, rest = text.partition(_START)
+    _, end, after = rest.partition(_END)
+    if not start or not end:
+        raise ValueError(f"{readme.name} lacks {_START} or {_END}")
+    readme.write_text(f"{before}{start}\n{markdown(reports)}{end}{after}", "utf-8")
