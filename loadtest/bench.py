@@ -27,9 +27,10 @@ from lockrouter.admin.seed import seed
 from lockrouter.config import RouterConfig, load
 from lockrouter.testing.binaries import ProgramError, Vendor
 from lockrouter.testing.cluster import Cluster
+from lockrouter.testing.shardfiles import Scalar
 
 _FOLDER = Path(__file__).resolve().parent
-_TOPOLOGY = {"name": "bench", "buckets": 64, "rows_per_bucket": 256}
+_TOPOLOGY: dict[str, Scalar] = {"name": "bench", "buckets": 64, "rows_per_bucket": 256}
 
 
 def main() -> int:
@@ -82,16 +83,15 @@ def _measure(vendor: Vendor, options: argparse.Namespace, console: Console) -> R
         config, admin = load(cluster.shards_file), load(cluster.admin_file)
         init(config, admin)
         seed(config, admin)
-        console.print(
-            f"{_server(vendor, cluster.version)}: {options.rounds} × {options.seconds:g} s for each contender"
-        )
+        server = _server(vendor, cluster.version)
+        console.print(f"{server}: {options.rounds} × {options.seconds:g} s for each contender")
         contenders, versions, left_out = _contenders(config, vendor, stack, folder)
         chosen = [one for one in contenders if options.only is None or options.only in one.name]
         _run(chosen, options, console)
         return Report(
             vendor=str(vendor),
             date=date.today().isoformat(),
-            servers={str(vendor): _server(vendor, cluster.version), **versions},
+            servers={str(vendor): server, **versions},
             machine=machine(),
             rounds=options.rounds,
             seconds=options.seconds,

@@ -82,7 +82,7 @@ def _files(
 
 def _memory(cluster: Cluster, config: RouterConfig) -> dict[str, float]:
     prefix = "bench_rss_"
-    topology = {"name": "bench-rss", "buckets": 64, "rows_per_bucket": 16}
+    topology: dict[str, Scalar] = {"name": "bench-rss", "buckets": 64, "rows_per_bucket": 16}
     mine, admin = _files(cluster, config, prefix, _RSS_SHARDS, topology)
     init(mine, admin)
     seed(mine, admin)

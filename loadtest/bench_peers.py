@@ -108,8 +108,7 @@ def _end_with_parent() -> None:
 
 
 def _redis_client(port: int, stack: ExitStack) -> Any:
-    import redis
-
+    redis: Any = importlib.import_module("redis")
     client = redis.Redis(host="127.0.0.1", port=port)
     stack.callback(client.close)
     return client

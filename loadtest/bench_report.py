@@ -18,7 +18,7 @@ __all__ = ["Report", "markdown", "update_readme"]
 
 _START, _END = "<!-- bench:start -->", "<!-- bench:end -->"
 _COLUMNS = (
-    "lock and release, in one process",
+    "lock and release",
     "callers",
     "locks/s",
     "lowest – highest",

@@ -28,8 +28,9 @@ def sysbench_contenders(config: RouterConfig, vendor: str, folder: Path) -> list
     program = debian_tool("sysbench")
     settings = folder / "sysbench.cnf"
     settings.touch(mode=0o600)
-    settings.write_text(_settings(config, vendor), "utf-8")
-    command = (*program, f"--config-file={settings}", str(_SCRIPT))
+    settings.write_text(_settings(config), "utf-8")
+    words = [f"--{name}={value}" for name, value in _workload(config, vendor).items()]
+    command = (*program, f"--config-file={settings}", str(_SCRIPT), *words)
     return [Contender("sysbench (C)", threads, partial(_run, command, threads)) for threads in THREADS]
 
 
@@ -38,9 +39,8 @@ def sysbench_version() -> str:
     return program_version(debian_tool("sysbench"))
 
 
-def _settings(config: RouterConfig, vendor: str) -> str:
-    where, dialect, topology = endpoint_of(config), dialect_of_vendor(vendor), config.topology
-    form = dialect.lock_form.decode("ascii").replace("%d", str(BOUND_MS), 1).replace("%s", "%08x%08x")
+def _settings(config: RouterConfig) -> str:
+    where = endpoint_of(config)
     options = {
         "mysql-host": where.host,
         "mysql-port": where.port,
@@ -52,13 +52,21 @@ def _settings(config: RouterConfig, vendor: str) -> str:
         "db-ps-mode": "disable",
         "percentile": 99,
         "rand-type": "uniform",
+    }
+    return "".join(f"{name}={value}\n" for name, value in options.items())
+
+
+def _workload(config: RouterConfig, vendor: str) -> dict[str, object]:
+    """The script's own options, which sysbench takes from the command line only."""
+    dialect, topology = dialect_of_vendor(vendor), config.topology
+    form = dialect.lock_form.decode("ascii").replace("%d", str(BOUND_MS), 1).replace("%s", "%08x%08x")
+    return {
         "tables": topology.tables,
         "buckets": topology.buckets,
         "rows": topology.rows_per_bucket,
         "statement": form,
         "session": dialect.row_session.format(ghost=60),
     }
-    return "".join(f"{name}={value}\n" for name, value in options.items())
 
 
 def _run(command: tuple[str, ...], threads: int, seconds: float) -> Sample:

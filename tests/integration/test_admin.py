@@ -155,7 +155,8 @@ def test_two_seeders_at_once(empty: Shards) -> None:
     assert empty.problems() == []
 
 
-def test_a_killed_seeder_is_resumed(servers: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_or_interrupted_seeder_is_resumed(servers: Cluster, tmp_path: Path, how: signal.Signals) -> None:
     big = make(servers, tmp_path, "killed", 4, 64, 5000)
     init(big.config, big.admin)
     code = f"from lockrouter.cli import main; import sys; sys.argv[1:] = {arguments('seed', big)!r}; main()"
@@ -165,8 +166,8 @@ def test_a_killed_seeder_is_resumed(servers: Cluster, tmp_path: Path) -> None:
             assert seeder.poll() is None
             time.sleep(0.005)
     finally:
-        seeder.send_signal(signal.SIGKILL)
-        assert seeder.wait() == -signal.SIGKILL
+        seeder.send_signal(how)
+        assert seeder.wait(60) == (-how if how == signal.SIGKILL else 130)
     assert {problem for _, problem in big.problems()} == {"missing-rows"}
     resumed = seed(big.config, big.admin)
     assert all(report.rows == 160_000 for report in resumed)

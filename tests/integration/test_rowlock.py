@@ -40,8 +40,7 @@ from lockrouter import (
 )
 from lockrouter.config import KeyClass
 from lockrouter.testing.cluster import Cluster
-
-from ..support.observe import Observer, Routers, eventually, in_thread, keys_on, soon_enough
+from tests.support.observe import Observer, Routers, eventually, in_thread, keys_on, soon_enough
 
 pytestmark = pytest.mark.server
 
@@ -706,7 +705,7 @@ def test_a_busy_row_is_given_up_in_time(
                     caller.lock(key, timeout=timeout)
                 waited.append(caught.value.waited)
 
-            elsewhere(lambda: soon_enough(timeout + 0.1, give_up))  # noqa: B023 - ended before the next turn
+            elsewhere(lambda: soon_enough(timeout + 0.1, give_up))
             assert min(waited) >= timeout - 0.01
 
 

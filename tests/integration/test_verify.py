@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lockrouter.admin.init import init
 from lockrouter.admin.seed import seed
 from lockrouter.admin.verify import verify
+from lockrouter.config import RouterConfig
 from lockrouter.errors import ShardUnavailable
 from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
@@ -150,3 +152,29 @@ def test_a_shard_that_does_not_answer(shards: Shards) -> None:
         shards.cluster.start(1)
     # What the first shard lacked it got although the second did not answer: it knew all its buckets.
     assert shards.problems() == []
+
+
+def test_two_writable_servers_of_one_shard(shards: Shards) -> None:
+    """Nobody writes to either, and verify names both."""
+    config, admin = shards.config, shards.admin
+    ports = [config.endpoints(shard)[0].port for shard in config.shards]
+
+    def both(file: RouterConfig) -> RouterConfig:
+        where = file.endpoints(file.shards[0])[0]
+        hosts = "&".join(f"host=127.0.0.1:{port}" for port in ports)
+        url = f"mysql+pymysql://{where.user}:{where.password}@/{where.database}?{hosts}"
+        first = msgspec.structs.replace(file.shards[0], url=url)
+        return msgspec.structs.replace(file, shards=(first, *file.shards[1:]))
+
+    findings = verify(both(config), both(admin))
+    assert [(finding.shard, finding.problem) for finding in findings] == [("s0", "two-primaries")]
+    assert all(str(port) in findings[0].text for port in ports)
+    for command in (init, seed):
+        with pytest.raises(ShardUnavailable, match=r"s0.*two of its servers"):
+            command(both(config), both(admin))
+    shards.sql(1, "SET GLOBAL read_only = ON")
+    try:
+        # The second shard lives on the server that is read-only now; the first one has its one primary.
+        assert {finding.shard for finding in verify(both(config), both(admin))} == {"s1"}
+    finally:
+        shards.sql(1, "SET GLOBAL read_only = OFF")

@@ -72,9 +72,15 @@ class Observer:
 
     def sessions(self) -> list[Seen]:
         """The application's sessions."""
-        room = "performance_schema" if self.cluster.vendor is Vendor.MYSQL else "information_schema"
-        rows = self.ask(f"SELECT ID, COMMAND, INFO FROM {room}.PROCESSLIST WHERE USER = %s", APPLICATION)
-        return [Seen(int(row[0]), row[1], row[2] or "") for row in rows if row[1] != "Killed"]
+        if self.cluster.vendor is Vendor.MYSQL:
+            listed = self.ask("SELECT ID, USER, COMMAND, INFO FROM performance_schema.processlist")
+        else:
+            listed = [(row[0], row[1], row[4], row[7]) for row in self.ask("SHOW FULL PROCESSLIST")]
+        return [
+            Seen(int(number), command, info or "")
+            for number, user, command, info in listed
+            if user == APPLICATION and command != "Killed"
+        ]
 
     def locking(self) -> list[Seen]:
         """The sessions that execute a locking statement: at rest, those are the waiting ones."""

@@ -141,7 +141,9 @@ OPERATIONS: list[tuple[str, Begin, bytes]] = [
 ]
 each_operation = pytest.mark.parametrize(("begin", "reply"), [case[1:] for case in OPERATIONS], ids=lambda case: "")
 each_error = pytest.mark.parametrize(
-    "error", [Interrupt(), GeneratorExit(), KeyboardInterrupt(), OSError("reset"), TimeoutError(), ValueError()], ids=repr
+    "error",
+    [Interrupt(), GeneratorExit(), KeyboardInterrupt(), OSError("reset"), TimeoutError(), ValueError()],
+    ids=repr,
 )
 
 

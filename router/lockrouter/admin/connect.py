@@ -9,13 +9,14 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Executable, Row, create_engine, text
+from sqlalchemy import Connection, Executable, Row, create_engine
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from lockrouter.config import Endpoint, RouterConfig, ShardConfig
 from lockrouter.errors import ConfigError, NotSeeded, ShardError, ShardUnavailable
+from lockrouter.sql import admin as sql
 
 __all__ = ["DENIED", "administrator", "connected", "each_shard", "error_code", "fetch", "roles", "run", "translated"]
 
@@ -59,7 +60,7 @@ def connected(
     The driver's errors that leave the block become this package's, see `translated`.
 
     Args:
-        database: False connects without a current database, which may not exist yet.
+        database: False leaves the connection without a current database, which may not exist yet.
         writable: False takes a read-only server where no writable one answers, and the first of several writable ones.
 
     Raises:
@@ -72,7 +73,7 @@ def connected(
         for endpoint in config.endpoints(shard):
             try:
                 with translated(shard.id):
-                    connection = stack.enter_context(_connect(endpoint, config, database))
+                    connection = stack.enter_context(_connect(endpoint, config))
                     candidates.append((_writable(connection), connection))
             except ShardError as error:
                 failure = failure or error
@@ -80,6 +81,8 @@ def connected(
             raise failure
         chosen = _choose(shard.id, candidates, writable)
         with translated(shard.id):
+            if database:
+                run(chosen, sql.use_database(config.endpoints(shard)[0].database))
             yield chosen
 
 
@@ -88,7 +91,7 @@ def roles(config: RouterConfig, shard: ShardConfig) -> dict[str, bool]:
     found = {}
     for endpoint in config.endpoints(shard):
         try:
-            with translated(shard.id), _connect(endpoint, config, False) as connection:
+            with translated(shard.id), _connect(endpoint, config) as connection:
                 found[f"{endpoint.host}:{endpoint.port}"] = _writable(connection)
         except ShardError:
             continue
@@ -159,14 +162,14 @@ def each_shard(
 
 
 @contextmanager
-def _connect(endpoint: Endpoint, config: RouterConfig, database: bool) -> Iterator[Connection]:
+def _connect(endpoint: Endpoint, config: RouterConfig) -> Iterator[Connection]:
+    # Without a database: a server is asked for its role even where the database is missing.
     url = URL.create(
         "mysql+pymysql",
         username=endpoint.user,
         password=endpoint.password,
         host=endpoint.host,
         port=endpoint.port,
-        database=endpoint.database if database else None,
     )
     arguments: dict[str, Any] = {
         "connect_timeout": max(config.pool.connect_timeout, _LEAST_CONNECT_TIMEOUT),
@@ -195,7 +198,7 @@ def _tls(ca: str) -> ssl.SSLContext:
 
 
 def _writable(connection: Connection) -> bool:
-    return not fetch(connection, text("SELECT @@global.read_only"))[0][0]
+    return str(fetch(connection, sql.READ_ROLE)[0][0]) in ("0", "OFF")
 
 
 def _choose(shard: str, candidates: list[tuple[bool, Connection]], writable: bool) -> Connection:

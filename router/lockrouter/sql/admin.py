@@ -23,6 +23,7 @@ __all__ = [
     "LOOK_AT_CLOCK",
     "READ_BUCKETS",
     "READ_META",
+    "READ_ROLE",
     "SERVER_FACTS",
     "SESSIONS",
     "SHARE_BUCKET",
@@ -50,6 +51,9 @@ TABLES = text(
     "SELECT TABLE_NAME AS name, ENGINE AS engine FROM information_schema.TABLES WHERE TABLE_SCHEMA = DATABASE()"
 )
 """The tables of the current database, with their engines."""
+
+READ_ROLE = text("SELECT @@global.read_only")
+"""0 where an ordinary user may write; MariaDB answers a word in later versions."""
 
 READ_META = text(
     "SELECT topology, protocol, fingerprint, epoch, term, term_identity, drained, migration FROM lock_meta WHERE id = 1"

@@ -2,7 +2,7 @@
 
 1. `Proof.increment` reads a counter, pauses, and writes back one more. Two callers inside at once lose an increment.
 2. Beside each counter lies the last fencing token: one that does not rise is counted as a fall.
-3. Each process keeps a ledger of what it added, in a file of its own, so that a process that is killed is accounted for.
+3. Each process keeps a ledger of what it added in a file of its own: a process that is killed is accounted for.
 4. `judge` compares: what all ledgers expect must be what the counters show.
 """
 

@@ -12,6 +12,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from lockrouter.testing.load import Figures, Plan
 __all__ = ["Result", "main", "provision", "run"]
 
 _LEAST_OUTAGE = 1.0
+_RECOVERY = 10.0
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +44,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     victim: str
     verdict: Verdict
     shards: dict[str, Figures]
-    recovered: bool
-    """Whether the killed shard granted again, undegraded, after its last restart."""
+    recovered: float | None
+    """Seconds from the last restart, the server answering, to the first undegraded lock there; None: never."""
     local_lost: int
     problems: dict[str, int]
     leftovers: tuple[str, ...]
@@ -65,7 +67,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
             f"{total.undegraded} locks of an outage are not marked degraded": total.undegraded,
             f"{self.local_lost} increments lost inside a process": self.local_lost,
             "a healthy shard degraded, or lost locks": any(one.degraded or one.lost for one in others),
-            "the killed shard did not grant again": not self.recovered,
+            "the killed shard did not grant again": self.kills and self.recovered is None,
             "degraded in spite of on_outage=refuse": self.on_outage == "refuse" and total.degraded,
             "nothing was degraded": self.on_outage == "local" and self.kills and not victim.degraded,
             "nothing was refused": self.on_outage == "refuse" and self.kills and not victim.refused,
@@ -80,7 +82,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
             f"{total.granted / self.seconds:,.0f}/s; "
             f"wait p50 {waits.percentile(50) * 1e3:.1f} ms, p99 {waits.percentile(99) * 1e3:.1f} ms, "
             f"max {waits.longest * 1e3:.0f} ms; degraded {total.degraded:,}, refused {total.refused:,}, "
-            f"busy {total.busy:,}, lost {total.lost:,}, errors {total.errors:,}; kills {self.kills}; {self.verdict}"
+            f"busy {total.busy:,}, lost {total.lost:,}, errors {total.errors:,}; kills {self.kills}, "
+            f"granting again after {self.recovered or 0:.1f} s; {self.verdict}"
         )
 
 
@@ -99,21 +102,20 @@ def run(cluster: Cluster, plan: Plan, *, seconds: float, processes: int, kills: 
         ClusterError: the server did not come back.
     """
     name = f"shard-{victim}"
+    recovered = None
     with Fleet(plan, processes) as fleet:
         fleet.go()
         began = time.monotonic()
-        granted = 0
         for number in range(kills):
             _sleep_until(began + seconds * (number + 0.5) / (kills + 0.5))
             _outage(cluster, fleet, victim, max(_LEAST_OUTAGE, seconds * 0.05))
-            granted = fleet.figures()[name].acquired
+            recovered = _recovery(fleet, name)
         _sleep_until(began + seconds)
         took = time.monotonic() - began
         reports = fleet.stop()
-    problems: dict[str, int] = {}
+    problems = Counter[str]()
     for report in reports:
-        for text, count in report.problems.items():
-            problems[text] = problems.get(text, 0) + count
+        problems.update(report.problems)
     left = leftovers(cluster)
     left += [f"threads are left: {report.threads_left}" for report in reports if report.threads_left]
     return Result(
@@ -123,19 +125,29 @@ def run(cluster: Cluster, plan: Plan, *, seconds: float, processes: int, kills: 
         victim=name,
         verdict=fleet.verdict(),
         shards=fleet.figures(),
-        recovered=fleet.figures()[name].acquired > granted,
+        recovered=recovered,
         local_lost=sum(report.local_lost for report in reports),
-        problems=problems,
+        problems=dict(problems),
         leftovers=tuple(left),
     )
 
 
 def _outage(cluster: Cluster, fleet: Fleet, victim: int, seconds: float) -> None:
+    fleet.outage(victim, down=False)
     cluster.kill(victim)
-    fleet.outage(victim, over=False)
+    fleet.outage(victim, down=True)
     time.sleep(seconds)
-    fleet.outage(victim, over=True)
+    fleet.outage(victim, down=False)
     cluster.start(victim)
+
+
+def _recovery(fleet: Fleet, name: str) -> float | None:
+    began, before = time.monotonic(), fleet.figures()[name].acquired
+    while fleet.figures()[name].acquired == before:
+        if time.monotonic() > began + _RECOVERY:
+            return None
+        time.sleep(0.02)
+    return time.monotonic() - began
 
 
 def _sleep_until(when: float) -> None:
@@ -152,8 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
             with Cluster.up(Path(home, "cluster"), asked.shards, asked.server, on_outage=asked.on_outage) as cluster:
                 provision(cluster)
                 plan = Plan(shards=str(cluster.shards_file), folder=str(folder), threads=asked.threads)
-                sizes = {"seconds": asked.seconds, "processes": asked.processes, "kills": asked.kills}
-                result = run(cluster, plan, **sizes)
+                result = run(cluster, plan, seconds=asked.seconds, processes=asked.processes, kills=asked.kills)
         except LockRouterError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

@@ -81,12 +81,13 @@ class Fleet:
             _input(process).write("go\n")
             _input(process).flush()
 
-    def outage(self, at: int, *, over: bool) -> None:
-        """Tell the processes that the server of shard number `at` is down now, or about to be started again."""
-        reports = self.reports()
-        words = outages(self.plan.folder, len(reports[0].shards))
-        if words.view[at] & 1 == over:
-            words.view[at] += 1
+    def outage(self, at: int, *, down: bool) -> None:
+        """Tell the processes whether the server of shard number `at` is certainly down.
+
+        Say `down=False` before it is touched and before it is started again, `down=True` when it has ended.
+        """
+        words = outages(self.plan.folder, len(self.reports()[0].shards))
+        words.view[at] += 1 if words.view[at] & 1 != down else 2
         words.close()
 
     def stop(self, timeout: float = 30.0) -> list[Report]:

@@ -109,7 +109,7 @@ class Report(msgspec.Struct):
 
 
 def outages(folder: str, shards: int) -> Words:
-    """A word per shard in the proof's folder: odd while its server is certainly down."""
+    """A word per shard in the proof's folder: 0 until its server is touched, odd while it is certainly down."""
     return Words(Path(folder, "outages.bin"), shards)
 
 
@@ -149,7 +149,7 @@ class _Caller:
             figures.busy += 1
         except ShardUnavailable as error:
             figures.refused += 1
-            if not load.outages.view[at]:  # of a shard whose server was never touched
+            if not load.outages.view[at]:
                 self._problem(error)
             load.ending.wait(_AFTER_REFUSAL)
         except LockRouterError as error:

@@ -63,6 +63,11 @@ class Server(msgspec.Struct):
         return Path(self.folder, "server.log")
 
     @property
+    def temporary(self) -> Path:
+        """Where it keeps temporary tables, alone."""
+        return Path(self.folder, "tmp")
+
+    @property
     def first_statements(self) -> Path:
         """The file of SQL it runs at its first start; removed when it is ready."""
         return Path(self.folder, "first.sql")
@@ -75,6 +80,8 @@ class Server(msgspec.Struct):
             "bind-address": "127.0.0.1",
             "socket": self.socket,
             "pid-file": str(Path(self.folder, "server.pid")),
+            # A starting MariaDB removes other servers' temporary tables from a folder it shares with them.
+            "tmpdir": str(self.temporary),
             "server-id": self.port,
             "skip-name-resolve": True,
             "max-connections": 500,
@@ -100,6 +107,7 @@ def prepare(server: Server, program: Program, password: str) -> None:
     """Leave a fresh datadir whose first start creates the administrator and removes every other account."""
     folder = Path(server.folder)
     folder.mkdir(mode=0o700)
+    server.temporary.mkdir(mode=0o700)
     shutil.copytree(template(program), server.data)
     hosts = ("localhost", "127.0.0.1", "::1")
     others = ", ".join(f"'{name}'@'{host}'" for name in ("root", "") for host in hosts)
