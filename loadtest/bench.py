@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,7 +18,8 @@ from bench_figures import figures
 from bench_machine import machine, program_version
 from bench_mysql import mysql_contenders
 from bench_peers import peer_contenders, redis_command
-from bench_report import Report, update_readme
+from bench_readme import put
+from bench_report import Report, markdown
 from bench_sysbench import sysbench_contenders, sysbench_version
 from bench_timing import Contender, alternate
 from rich.console import Console
@@ -36,6 +39,7 @@ _TOPOLOGY: dict[str, Scalar] = {"name": "bench", "buckets": 64, "rows_per_bucket
 def main() -> int:
     """Measure, print, save."""
     options = _arguments()
+    signal.signal(signal.SIGTERM, _end)  # so that the servers are taken down then, too
     console = Console()
     vendors = list(Vendor) if options.vendor == "both" else [Vendor(options.vendor)]
     reports = []
@@ -46,8 +50,12 @@ def main() -> int:
             console.print(f"written: {path}", soft_wrap=True)
         reports.append(report)
     if options.update_readme:
-        update_readme(_FOLDER / "README.md", reports)
+        put("bench", markdown(reports))
     return 0
+
+
+def _end(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _arguments() -> argparse.Namespace:

@@ -48,7 +48,7 @@ def peer_contenders(stack: ExitStack, folder: Path) -> tuple[list[Contender], li
             else:
                 missing.append(f"left out: {name}: not installed")
     if importlib.util.find_spec("filelock"):
-        names.append("filelock (one machine only)")
+        names.append("filelock")
         makers.append(partial(_file_cycles, folder))
     else:
         missing.append("left out: filelock: not installed")

@@ -1,4 +1,4 @@
-"""The result of one run on one server: as a table in the terminal, as JSON, as Markdown, and into the README."""
+"""The result of one run on one server: as a table in the terminal, as JSON, and as Markdown."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from bench_timing import Contender, ratio
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Report", "markdown", "update_readme"]
+__all__ = ["Report", "markdown"]
 
-_START, _END = "<!-- bench:start -->", "<!-- bench:end -->"
+_SPREAD = "lowest – highest"
 _COLUMNS = (
     "lock and release",
     "callers",
     "locks/s",
-    "lowest – highest",
+    _SPREAD,
     "p50 ms",
     "p99 ms",
     "lockrouter is",
@@ -66,9 +66,13 @@ class Report:
 
     def print(self, console: Console) -> None:
         """Show both tables."""
-        table = Table(*_COLUMNS, title=self.title)
+        table = Table(title=self.title)
+        for number, name in enumerate(_COLUMNS):
+            if name != _SPREAD:  # eighty columns have no place for it
+                table.add_column(name, justify="right" if number else "left")
         for row in self.rows():
-            table.add_row(*row, style="bold" if row[0] == "lockrouter" else "")
+            cells = (cell for cell, name in zip(row, _COLUMNS, strict=True) if name != _SPREAD)
+            table.add_row(*cells, style="bold" if row[0] == "lockrouter" else "")
         console.print(table)
         table = Table("target", "wanted", "seen")
         for target in self.targets:
@@ -140,17 +144,3 @@ def markdown(reports: Sequence[Report]) -> str:
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> list[str]:
     rule = ["---:" if number in right else "---" for number in range(len(header))]
     return ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)]
-
-
-def update_readme(readme: Path, reports: Sequence[Report]) -> None:
-    """Put the runs between the README's markers.
-
-    Raises:
-        ValueError: the markers are not there.
-    """
-    text = readme.read_text("utf-8")
-    before, start, rest = text.partition(_START)
-    _, end, after = rest.partition(_END)
-    if not start or not end:
-        raise ValueError(f"{readme.name} lacks {_START} or {_END}")
-    readme.write_text(f"{before}{start}\n{markdown(reports)}{end}{after}", "utf-8")

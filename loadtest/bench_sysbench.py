@@ -47,7 +47,6 @@ def _settings(config: RouterConfig) -> str:
         "mysql-user": where.user,
         "mysql-password": where.password,
         "mysql-db": where.database,
-        "mysql-ssl": "off",
         "db-driver": "mysql",
         "db-ps-mode": "disable",
         "percentile": 99,

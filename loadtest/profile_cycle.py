@@ -1,8 +1,8 @@
 """Where the client's CPU goes in one lock and its release, against a server that answers from memory.
 
-`python loadtest/profile_cycle.py [--cycles 50000] [--top 30]` prints the cost of a cycle as it is, of its parts that
-can be called alone, and then the functions by own time under the profiler, which makes small functions look dearer
-than they are: trust the order, not the sum.
+`python loadtest/profile_cycle.py [--cycles 50000] [--top 30] [--update-readme]` prints the cost of a cycle as it is,
+of its parts that can be called alone, and then the functions by own time under the profiler, which makes small
+functions look dearer than they are: trust the order, not the sum.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import cProfile
 import pstats
 from pathlib import Path
 
+from bench_readme import put
 from bench_routing import measure
 from bench_stub import KEYS, cycle, cycle_cost, stub_cost, stub_router
 
@@ -21,13 +22,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cycles", type=int, default=50_000, help="locks in the profile")
     parser.add_argument("--top", type=int, default=30, help="functions shown")
+    parser.add_argument("--update-readme", action="store_true", help="put the output into loadtest/README.md")
     options = parser.parse_args()
     whole, stub, route = cycle_cost(), stub_cost(), measure((1,), keys=20_000)[1]
-    print(f"CPU of a lock and its release, in microseconds: {whole:.1f}")
-    print(f"  the stub's own {stub:.1f}; a route {route:.1f}; all the rest {whole - stub - route:.1f}")
-    print()
-    for line in profile(options.cycles, options.top):
-        print(line)
+    lines = [
+        f"CPU of a lock and its release, in microseconds: {whole:.1f}",
+        f"  the stub's own {stub:.1f}; a route {route:.1f}; all the rest {whole - stub - route:.1f}",
+        "",
+        *profile(options.cycles, options.top),
+    ]
+    print("\n".join(lines))
+    if options.update_readme:
+        put("profile", "\n".join(["```text", *lines, "```"]))
     return 0
 
 

@@ -67,7 +67,10 @@ class _Unlocked(enum.Enum):
     SUSPENDED = "suspended"
 
 
-class Ask:
+_LEAD, _NESTED, _HOLDING = Place.LEAD, Place.NESTED, State.HOLDING
+
+
+class Ask(Request):
     """One caller's request for one row, from its first look at the gate to its hold."""
 
     __slots__ = (
@@ -75,11 +78,8 @@ class Ask:
         "core",
         "deadline",
         "io_until",
-        "key",
         "local",
-        "owner",
         "reentrant",
-        "request",
         "rule",
         "shard",
         "wait",
@@ -96,20 +96,19 @@ class Ask:
         owner: Hashable = None,
         reentrant: bool = True,
     ) -> None:
+        me = running()
+        address = core.routing.route(key)
+        super().__init__(address.slot, key, me, owner, own_holds(me))
         self.core = core
-        self.key = key
         self.rule = rule
         self.deadline = deadline
         self.wait = wait
         # The end of connecting and of everything else that is not waiting for another holder.
         self.io_until = deadline.at if wait else deadline.started + core.config.pool.connect_timeout
         self.local: Hold | None = None
-        self.owner = owner
         self.reentrant = reentrant
-        self.address: Address = core.routing.route(key)
-        self.shard: Shard = core.shards[self.address.shard]
-        me = running()
-        self.request = Request(self.address.slot, key, me, owner, own_holds(me))
+        self.address: Address = address
+        self.shard: Shard = core.shards[address.shard]
 
     def timed_out(self, gates: Gates) -> LockTimeout:
         """The error of a row that stayed busy, naming who holds it where that is known."""
@@ -132,7 +131,7 @@ class Ask:
 def take_row(ask: Ask) -> Operation[Hold | None]:
     """Return the caller's hold of the row, or None where it is busy and the caller would not wait.
 
-    An error that strikes when the row is already the caller's leaves it in `ask.request.hold`, for the face that
+    An error that strikes when the row is already the caller's leaves it in `ask.hold`, for the face that
     called to give up: only it knows whether a handle was made of it.
 
     Raises:
@@ -143,29 +142,29 @@ def take_row(ask: Ask) -> Operation[Hold | None]:
     frozen = ask.shard.frozen
     if ask.rule.frozen or (frozen and ask.key.startswith(frozen)):
         raise Frozen(f"key {ask.core.shown(ask.key)} is frozen: the operators' emergency stop")
-    gates, request = ask.core.gates, ask.request
-    place = gates.enter(request, wait=ask.wait, reentrant=ask.reentrant, max_waiters=ask.rule.max_waiters)
-    if place is Place.LEAD:
+    gates = ask.core.gates
+    place = gates.enter(ask, wait=ask.wait, reentrant=ask.reentrant, max_waiters=ask.rule.max_waiters)
+    if place is _LEAD:
         return (yield from _lead(ask))
-    if place is Place.NESTED:
+    if place is _NESTED:
         return (yield from _nested(ask))
     _count_collision(ask, gates)
     if place is Place.BUSY:
         return None
     try:
-        place = yield from _queue(ask, gates, request)
+        place = yield from _queue(ask, gates, ask)
     except BaseException:
-        gates.leave_queue(request)
+        gates.leave_queue(ask)
         raise
     if place is Place.HOLDER:
-        return request.hold
+        return ask.hold
     if place is Place.GONE:
         raise ask.timed_out(gates)
     return (yield from _lead(ask))
 
 
 def _nested(ask: Ask) -> Operation[Hold]:
-    hold = ask.request.hold
+    hold = ask.hold
     assert hold is not None
     reason = ask.core.loss_of(hold)
     if reason is not None:
@@ -203,24 +202,24 @@ def _queue(ask: Ask, gates: Gates, request: Request) -> Operation[Place]:
 
 def _lead(ask: Ask) -> Operation[Hold | None]:
     """Ask the server as the gate's lead; whatever happens, the gate has a holder or the next lead afterwards."""
-    gates, request = ask.core.gates, ask.request
+    gates = ask.core.gates
     try:
         hold = yield from _ask(ask)
         if hold is None:
-            gates.leave_queue(request)
+            gates.leave_queue(ask)
             return None
         if hold.session is not None:
             hold.session.hold = hold
-            hold.session.state = State.HOLDING
-        gates.granted(request, hold)
+            hold.session.state = _HOLDING
+        gates.granted(ask, hold)
         return hold
     except BaseException:
-        if gates.leave_queue(request) is not Place.HOLDER:
+        if gates.leave_queue(ask) is not Place.HOLDER:
             if ask.local is not None:
                 ask.core.local_gates.leave(ask.local)
-            if request.session is not None:
+            if ask.session is not None:
                 # Nothing is known of what it holds: the server frees it when it sees the end of the stream.
-                request.session.die()
+                ask.session.die()
                 _drop(ask, kill=True)
         raise
 
@@ -240,7 +239,7 @@ def _ask(ask: Ask) -> Operation[Hold | None]:
         try:
             outcome = yield from _attempt(ask, fresh=fresh)
         except Gone as gone:
-            if ask.request.session is not None and not ask.request.session.fresh and not fresh:
+            if ask.session is not None and not ask.session.fresh and not fresh:
                 # An idle session the server had closed: no fault, and its fellows may be closed too.
                 _drop(ask)
                 shard.pool.purge()
@@ -270,7 +269,7 @@ def _ask(ask: Ask) -> Operation[Hold | None]:
 
 def _drop(ask: Ask, *, kill: bool = False) -> None:
     """Give a closed session's place back, and have the server end what may still wait there."""
-    session, ask.request.session = ask.request.session, None
+    session, ask.session = ask.session, None
     if session is not None:
         ask.shard.pool.give_back(session)
         if kill:
@@ -331,14 +330,14 @@ def _metadata_locked(ask: Ask) -> Operation[bool]:
 
 def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | _Unlocked]:
     """One locking statement on one session; the session is idle again, or closed, unless it is a grant."""
-    shard, request, address = ask.shard, ask.request, ask.address
+    shard, address = ask.shard, ask.address
     releasing = ask.core.affinity.get(address.slot)
     session = None if fresh else shard.pool.take(releasing)
     if session is None:
         session = yield from _check_out(ask, fresh=fresh, prefer=releasing)
-    request.session = session
+    ask.session = session
     if shard.rights is None:
-        request.session = None
+        ask.session = None
         shard.pool.give_back(session)
         yield from _await_rights(ask)
         return _Unlocked.SUSPENDED
@@ -358,7 +357,7 @@ def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | _Unlocked]:
             yield from session.ping(now() + shard.config.pool.connect_timeout)
         return outcome
     yield from session.rollback(now() + GRACE)
-    request.session = None
+    ask.session = None
     shard.pool.give_back(session)
     if isinstance(outcome, ShardError):
         raise outcome
@@ -376,7 +375,7 @@ def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | _Unlocked]:
 
 def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Session]:
     shard = ask.shard
-    beyond = any(hold.shard is shard for hold in ask.request.owns)
+    beyond = any(hold.shard is shard for hold in ask.owns)
     until = ask.io_until
     try:
         return (yield from shard.pool.check_out(until, wait=ask.wait, beyond=beyond, prefer=prefer, fresh=fresh))
@@ -446,7 +445,7 @@ def _judge_grant(
     return Hold(
         ask.address.slot,
         ask.key,
-        ask.request.thing,
+        ask.thing,
         ask.owner,
         shard=shard,
         session=session,
@@ -491,7 +490,7 @@ def _in_outage(ask: Ask) -> Operation[Hold | None]:
     if core.storm():
         raise ShardUnavailable("does not answer, and neither does most of the topology", shard=shard.id)
     gates = core.local_gates
-    request = Request(ask.address.slot, ask.key, ask.request.thing, None, ())
+    request = Request(ask.address.slot, ask.key, ask.thing, None, ())
     place = gates.enter(request, wait=ask.wait)
     if place is Place.BUSY:
         return None
@@ -500,7 +499,7 @@ def _in_outage(ask: Ask) -> Operation[Hold | None]:
             place = yield from _queue(ask, gates, request)
         if place is Place.GONE:
             raise ask.timed_out(gates)
-        ask.local = Hold(ask.address.slot, ask.key, ask.request.thing, ask.owner, shard=shard, session=None)
+        ask.local = Hold(ask.address.slot, ask.key, ask.thing, ask.owner, shard=shard, session=None)
         gates.granted(request, ask.local)
     except BaseException:
         gates.leave_queue(request)

@@ -19,6 +19,9 @@ class BreakerState(enum.IntEnum):
     OPEN = 2
 
 
+_CLOSED = BreakerState.CLOSED
+
+
 class Breaker:
     """Opens after `failures` faults in a row; then one probe at a time, `probe_after` seconds apart, may close it.
 
@@ -40,7 +43,7 @@ class Breaker:
     @property
     def closed(self) -> bool:
         """True while calls may go to the shard."""
-        return self.state == BreakerState.CLOSED
+        return self.state is _CLOSED
 
     def fault(self) -> bool:
         """Count a fault; True when this one opened the breaker."""
@@ -68,7 +71,7 @@ class Breaker:
 
     def answered(self) -> None:
         """Note that a call was answered as it should be: faults before it are not in a row with later ones."""
-        if self._in_a_row and self.state == BreakerState.CLOSED:
+        if self._in_a_row and self.state is _CLOSED:
             with self._lock:
                 if self.state == BreakerState.CLOSED:
                     self._in_a_row = 0

@@ -32,6 +32,7 @@ __all__ = ["Core"]
 
 _log = logging.getLogger("lockrouter")
 
+_HOLDING = State.HOLDING
 _LOOK_EVERY = 0.05
 _LOOK_AFTER = 0.05
 
@@ -170,7 +171,7 @@ class Core:
         if at > session.safe_from + options.ghost_timeout - 1.5:
             return False
         with session.mutex:
-            if session.state != State.HOLDING or session.unread or session.wire.readable():
+            if session.state is not _HOLDING or session.unread or session.wire.readable():
                 return False
             return self.gates.hand_over(hold)
 
@@ -178,7 +179,7 @@ class Core:
         try:
             try:
                 with session.mutex:
-                    if session.hold is hold and session.state == State.HOLDING:
+                    if session.hold is hold and session.state is _HOLDING:
                         self.affinity[hold.slot] = session
                         session.last_slot = hold.slot
                         session.send_rollback(self._settled)
@@ -218,7 +219,7 @@ class Core:
         session, shard = hold.session, hold.shard
         assert session is not None
         with session.mutex:
-            if session.hold is not hold or session.state != State.HOLDING:
+            if session.hold is not hold or session.state is not _HOLDING:
                 return LossReason.CLOSED, 0
             try:
                 reply = drive(session.exchange(CHECK, now() + self.config.pool.connect_timeout))
@@ -226,7 +227,7 @@ class Core:
                 return LossReason.CLOSED, 0
             except Silent:
                 return LossReason.SILENT, 0
-            session.state = State.HOLDING
+            session.state = _HOLDING
         if not isinstance(reply, Rows) or not reply.status & IN_TRANSACTION:
             return LossReason.TRANSACTION_ENDED, 0
         if len(reply.rows) != 1 or reply.rows[0][1] != b"0" or shard.refusal is not None:
@@ -294,7 +295,7 @@ class Core:
             try:
                 if session.hold is None:
                     continue
-                alive = session.state == State.HOLDING
+                alive = session.state is _HOLDING
                 if alive and session in readable:
                     # Only the answer to our own ping may come: anything else says that the session ended.
                     alive = session.drain()

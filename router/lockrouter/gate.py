@@ -38,6 +38,11 @@ class Place(enum.Enum):
     GONE = "gone"
 
 
+# Looking a member up in its class costs more than the rest of a block; the blocks use these.
+_NESTED, _LEAD, _QUEUED = Place.NESTED, Place.LEAD, Place.QUEUED
+_HOLDER, _BUSY, _GONE = Place.HOLDER, Place.BUSY, Place.GONE
+
+
 class Hold:
     """One occupation of a row by one owner, from the grant until the last of its handles is released."""
 
@@ -114,7 +119,7 @@ class Request:
         self.owns = owns
         self.may_receive = may_receive
         self.waiter: Waiter | None = None
-        self.place = Place.GONE
+        self.place = _GONE
         self.hold: Hold | None = None
         self.session: Session | None = None
 
@@ -181,16 +186,16 @@ class Gates:
             if gate is None:
                 gate = self._gates[request.slot] = _Gate()
                 gate.lead = request
-                request.place = Place.LEAD
-                return Place.LEAD
+                request.place = _LEAD
+                return _LEAD
             holder = gate.holder
             if holder is not None and holder.count and _same_owner(holder, request):
                 if not reentrant:
                     raise WouldDeadlock("the caller holds this row already, and asked not to enter it again")
                 self._nest(holder, request)
-                return Place.NESTED
+                return _NESTED
             if not wait:
-                return Place.BUSY
+                return _BUSY
             if max_waiters is not None and len(gate.queue) >= max_waiters:
                 raise Overloaded(f"{max_waiters} callers of this process wait for the row already")
             if request.owns:
@@ -199,10 +204,10 @@ class Gates:
             if gate.queue is _NOBODY:
                 gate.queue = deque()
             gate.queue.append(request)
-            request.place = Place.QUEUED
+            request.place = _QUEUED
             for hold in request.owns:
                 self._waiting[hold] = gate
-            return Place.QUEUED
+            return _QUEUED
 
     def _nest(self, holder: Hold, request: Request) -> None:
         counted = holder.keys.get(request.key)
@@ -214,7 +219,7 @@ class Gates:
             holder.keys[request.key] = [1, holder.base + holder.passes]
         holder.count += 1
         request.hold = holder
-        request.place = Place.NESTED
+        request.place = _NESTED
 
     def _refuse_cycle(self, gate: _Gate, owns: tuple[Hold, ...]) -> None:
         """Follow who waits for whom from `gate` on; a lead waits at the server, where no chain goes on."""
@@ -233,23 +238,23 @@ class Gates:
             gate.lead = None
             gate.holder = hold
             request.hold = hold
-            request.place = Place.HOLDER
+            request.place = _HOLDER
 
     def leave_queue(self, request: Request) -> Place:
         """Give up waiting. HOLDER: the row was handed over before and is the caller's; else GONE, a lead passed on."""
         with self._lock:
             place = request.place
-            if place in (Place.HOLDER, Place.GONE, Place.NESTED):
+            if place in (_HOLDER, _GONE, _NESTED):
                 return place
             gate = self._gates[request.slot]
-            if place is Place.QUEUED:
+            if place is _QUEUED:
                 gate.queue.remove(request)
                 self._forget_waiting(request)
             else:
                 gate.lead = None
                 self._name_lead(gate, request.slot)
-            request.place = Place.GONE
-            return Place.GONE
+            request.place = _GONE
+            return _GONE
 
     def place_of(self, request: Request) -> Place:
         """Where the request stands now."""
@@ -267,7 +272,7 @@ class Gates:
         head = gate.queue.popleft()
         self._forget_waiting(head)
         gate.lead = head
-        head.place = Place.LEAD
+        head.place = _LEAD
         _wake(head)
 
     def uncount(self, hold: Hold, key: bytes) -> bool:
@@ -284,8 +289,7 @@ class Gates:
 
     def token_of(self, hold: Hold, key: bytes) -> int:
         """The token of a key that is held through this hold."""
-        with self._lock:
-            return hold.keys[key][1]
+        return hold.keys[key][1]
 
     def rebase(self, hold: Hold, key: bytes, base: int) -> None:
         """The server's clock was read again under the hold: `key` has that token now, and passes count from there."""
@@ -322,7 +326,7 @@ class Gates:
             )
             if hold.session is not None:
                 hold.session.hold = heir.hold
-            heir.place = Place.HOLDER
+            heir.place = _HOLDER
             _wake(heir)
             return True
 

@@ -16,6 +16,7 @@ from lockrouter.session import Session, State
 
 __all__ = ["Exhausted", "Pool", "PoolClosed"]
 
+_KEPT = (State.IDLE, State.ROLLBACK_SENT)
 _LOOK_AFTER = 0.2
 """Seconds a session may have been idle before a check-out looks at its socket first."""
 
@@ -171,7 +172,7 @@ class Pool:
 
     def give_back(self, session: Session) -> None:
         """Return a session: kept when it is idle or its ROLLBACK is on the way, closed in any other state."""
-        keep = session.state <= State.ROLLBACK_SENT
+        keep = session.state in _KEPT
         session.fresh = False
         with self._lock:
             if keep and not self._closed and self._total <= self.size:

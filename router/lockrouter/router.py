@@ -118,9 +118,9 @@ class LockRouter:
             raise
         except BaseException:
             if not handle.attached:
-                core.give_up(ask.request)
+                core.give_up(ask)
             raise
-        if hold.thing is ask.request.thing and hold not in ask.request.owns:
+        if hold.thing is ask.thing and hold not in ask.owns:
             record(hold)
         if hold.degraded:
             stats.local.ended("degraded", deadline.waited(), segment)

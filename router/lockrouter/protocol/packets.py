@@ -202,7 +202,8 @@ class Shapes:
     __slots__ = ("_known", "_widths")
 
     def __init__(self) -> None:
-        self._known: dict[bytes, int] = {}
+        # The number of columns, and how the packet that ends the one row begins.
+        self._known: dict[bytes, tuple[int, bytes]] = {}
         # Few: the statements of a session's life, whose table names are of one length.
         self._widths: tuple[int, ...] = ()
 
@@ -213,7 +214,7 @@ class Shapes:
         for _ in range(columns + 1):
             at += 4 + (data[at] | data[at + 1] << 8 | data[at + 2] << 16)
         if len(self._known) < _MAX_SHAPES:
-            self._known[data[:at]] = columns
+            self._known[data[:at]] = columns, bytes((5, 0, 0, columns + 4, 0xFE))
             if at not in self._widths:
                 self._widths += (at,)
 
@@ -222,25 +223,21 @@ class Shapes:
         if data[3:4] != b"\x01" or data[4:5] == b"\x00":
             return None
         for at in self._widths:
-            columns = self._known.get(data[:at])
-            if columns is not None:
+            shape = self._known.get(data[:at])
+            if shape is not None:
                 try:
-                    return _one_row(data, at, columns)
+                    return _one_row(data, at, *shape)
                 except IndexError:
                     return None
         return None
 
 
-def _one_row(data: bytes, at: int, columns: int) -> Rows | None:
+def _one_row(data: bytes, at: int, columns: int, tail: bytes) -> Rows | None:
     end = len(data) - 9
-    sequence = columns + 3
     if (
         end - at < 4
-        or data[at] != end - at - 4
-        or data[at + 1]
-        or data[at + 2]
-        or data[at + 3] != sequence
-        or data[end : end + 5] != bytes((5, 0, 0, sequence + 1, 0xFE))
+        or data[at : at + 4] != bytes((end - at - 4 & 0xFF, end - at - 4 >> 8 & 0xFF, 0, columns + 3))
+        or data[end : end + 5] != tail
         or data[end + 7] & _AUTOCOMMIT_MORE
     ):
         return None

@@ -18,7 +18,6 @@ __all__ = [
     "ALTER_USER",
     "CREATE_USER",
     "DATABASES",
-    "FREE_MUTEX",
     "GENERATED",
     "LOOK_AT_CLOCK",
     "READ_BUCKETS",
@@ -76,10 +75,7 @@ SHARE_BUCKET = text("SELECT epoch FROM lock_bucket WHERE bucket = :bucket LOCK I
 """A bucket's epoch, which nobody can change until this transaction ends."""
 
 TAKE_MUTEX = text("SELECT GET_LOCK(:name, :seconds)")
-"""1 if the server-wide mutex of that name is now this session's; freed by RELEASE_LOCK or with the session."""
-
-FREE_MUTEX = text("SELECT RELEASE_LOCK(:name)")
-"""Frees the mutex."""
+"""1 if the server-wide mutex of that name is now this session's; freed with the session."""
 
 CREATE_USER = text("CREATE USER IF NOT EXISTS :user@:host IDENTIFIED BY :password")
 """The application's user. Says nothing if it exists."""

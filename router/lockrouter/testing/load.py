@@ -44,6 +44,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float = 2.0
     every: float = 0.5
     """Between two reports."""
+    unlocked: bool = False
+    """Take no locks at all: shows that the proof notices."""
 
     @property
     def keys(self) -> int:
@@ -139,6 +141,9 @@ class _Caller:
         load, plan, chance = self._load, self._load.plan, self._random
         hot = chance.random() < plan.hot_share
         number = chance.randrange(plan.hot) if hot else chance.randrange(plan.hot, plan.keys)
+        if plan.unlocked:
+            load.proof.increment(number, pause=chance.random() * plan.hold)
+            return
         shard = load.shard_of[number]
         figures, at = self.figures[shard], load.shards.index(shard)
         down = load.outages.view[at]
