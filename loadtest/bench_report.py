@@ -137,7 +137,7 @@ def markdown(reports: Sequence[Report]) -> str:
         lines += ["", f"### {report.title}", "", *_table(_COLUMNS, report.rows(), right=range(1, 7)), ""]
         shown = [(t.work, t.shown_wanted, t.shown_seen) for t in report.targets]
         lines += _table(("target", "wanted", "seen"), shown, right=(1, 2))
-        lines += ["", *(f"{line}  " for line in report.left_out)] if report.left_out else []
+        lines += ["", *(f"- {line}" for line in report.left_out)] if report.left_out else []
     return "\n".join(lines).rstrip() + "\n"
 
 

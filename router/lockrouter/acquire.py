@@ -231,6 +231,8 @@ def _ask(ask: Ask) -> Operation[Hold | None]:
     fresh = False
     stalled = False
     while True:
+        if ask.core.closed:
+            raise RouterClosed("the router was closed while waiting")
         if not shard.breaker.closed:
             return (yield from _in_outage(ask))
         error = shard.refusal_error()
@@ -239,8 +241,8 @@ def _ask(ask: Ask) -> Operation[Hold | None]:
         try:
             outcome = yield from _attempt(ask, fresh=fresh)
         except Gone as gone:
-            if ask.session is not None and not ask.session.fresh and not fresh:
-                # An idle session the server had closed: no fault, and its fellows may be closed too.
+            if ask.session is not None and not ask.session.fresh:
+                # A pooled session the server had closed: no fault, and its fellows may be closed too.
                 _drop(ask)
                 shard.pool.purge()
                 fresh = True
@@ -289,7 +291,7 @@ def _faulted(ask: Ask, error: Gone | Silent, faults: int) -> Operation[int]:
 
 def _silent(ask: Ask, error: Silent, faults: int) -> Operation[int]:
     """No reply in time. Near the caller's deadline that proves nothing; the control session will find out."""
-    if ask.deadline.left() > 0:
+    if ask.deadline.left() > 0 or not ask.wait:
         return (yield from _faulted(ask, error, faults))
     ask.shard.poke_control()
     raise ShardUnavailable("did not answer within the caller's timeout", shard=ask.shard.id) from error
@@ -375,7 +377,7 @@ def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | _Unlocked]:
 
 def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Session]:
     shard = ask.shard
-    beyond = any(hold.shard is shard for hold in ask.owns)
+    beyond = any(hold.shard is shard and hold.session is not None for hold in ask.owns)
     until = ask.io_until
     try:
         return (yield from shard.pool.check_out(until, wait=ask.wait, beyond=beyond, prefer=prefer, fresh=fresh))

@@ -92,10 +92,11 @@ class Core:
             self.closed = True
         self.gates.close()
         self.local_gates.wake_all()
+        self._interrupt_waiters()
         until = now() + self.config.router.close_timeout
         pause = threading.Event()
-        while self.gates.holds() and now() < until:
-            pause.wait(0.01)
+        while (self.gates.holds() or any(shard.keeper.kills for shard in self.shards.values())) and now() < until:
+            pause.wait(0.005)
         for hold in self.gates.holds():
             self.lose_hold(hold, LossReason.ROUTER_CLOSED)
             if hold.session is not None:
@@ -105,6 +106,15 @@ class Core:
             self.metrics.remove_source(self.generation)
         for shard in self.shards.values():
             shard.close()
+
+    def _interrupt_waiters(self) -> None:
+        """Wake who waits for a session or at a server, and leave no statement behind there."""
+        for shard in self.shards.values():
+            shard.pool.close()
+            for session in tuple(shard.pool.sessions):
+                if session.state is State.BUSY and session.hold is None:
+                    shard.kill(session)
+                    session.interrupt()
 
     def forked(self) -> None:
         """In a child process: own nothing, end nothing of the parent's, begin afresh at the next call."""
@@ -320,9 +330,9 @@ class Core:
             waiting[self.routing.shard_of_bucket(slot // self.config.topology.rows_per_bucket)] += count
         for shard in self.shards.values():
             mine = [hold for hold in holds if hold.shard is shard]
-            metrics.held.labels(shard.id, "row").set(sum(not hold.degraded for hold in mine))
-            metrics.held.labels(shard.id, "local").set(sum(hold.degraded for hold in mine))
-            metrics.waiters.labels(shard.id).set(waiting[shard.id])
+            metrics.level(metrics.held, (shard.id, "row"), sum(not hold.degraded for hold in mine))
+            metrics.level(metrics.held, (shard.id, "local"), sum(hold.degraded for hold in mine))
+            metrics.level(metrics.waiters, (shard.id,), waiting[shard.id])
             self._fold_shard(metrics, shard)
         self._fold_segments(metrics)
 
@@ -339,12 +349,12 @@ class Core:
     def _fold_shard(self, metrics: Metrics, shard: Shard) -> None:
         who = self.generation
         for state, number in shard.pool.counts().items():
-            metrics.pool.labels(shard.id, state).set(number)
-        metrics.pool_limit.labels(shard.id).set(shard.pool.size)
-        metrics.breaker.labels(shard.id).set(shard.breaker.state)
+            metrics.level(metrics.pool, (shard.id, state), number)
+        metrics.level(metrics.pool_limit, (shard.id,), shard.pool.size)
+        metrics.level(metrics.breaker, (shard.id,), shard.breaker.state, add=False)
         rights = shard.rights
         if rights is not None:
-            metrics.term.labels(shard.id).set(rights.term)
+            metrics.level(metrics.term, (shard.id,), rights.term, add=False)
             metrics.offset.labels(shard.id).set(rights.offset)
         for (mode, reason), number in tuple(shard.stats.lost.items()):
             name = (who, shard.id, "lost", mode, reason)

@@ -38,9 +38,11 @@ def checked_timeout(timeout: float | None, default: float) -> float:
         return default
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"timeout: expected seconds as int or float, got {timeout!r}")
+    if timeout > _FOREVER:  # before any conversion: an int may be too large for a float
+        return _FOREVER
     if timeout < 0 or math.isnan(timeout):
         raise ValueError(f"timeout: expected 0 or more seconds, got {timeout!r}")
-    return min(float(timeout), _FOREVER)
+    return float(timeout)
 
 
 class Deadline:

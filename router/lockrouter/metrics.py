@@ -117,6 +117,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._sources: dict[object, Callable[[Metrics], None]] = {}
         self._seen: dict[tuple[object, ...], Any] = {}
+        self._levels: dict[tuple[Gauge, tuple[str, ...]], float] = {}
         registry.register(_Folding(self.fold))
         common: dict[str, Any] = {"registry": registry}
         live: dict[str, Any] = {"registry": registry, "multiprocess_mode": "livesum"}
@@ -157,6 +158,7 @@ class Metrics:
             fold = self._sources.pop(key, None)
             if fold is not None:
                 fold(self)
+                self._fold()
                 self._seen = {name: seen for name, seen in self._seen.items() if name[0] is not key}
 
     def forked(self) -> None:
@@ -164,12 +166,24 @@ class Metrics:
         self._lock = threading.Lock()
         self._sources = {}
         self._seen = {}
+        self._levels = {}
 
     def fold(self) -> None:
         """Bring every metric up to date."""
         with self._lock:
-            for fold in self._sources.values():
-                fold(self)
+            self._fold()
+
+    def _fold(self) -> None:
+        self._levels = dict.fromkeys(self._levels, 0)
+        for fold in self._sources.values():
+            fold(self)
+        for (gauge, labels), level in self._levels.items():
+            gauge.labels(*labels).set(level)
+
+    def level(self, gauge: Gauge, labels: tuple[str, ...], value: float, *, add: bool = True) -> None:
+        """Set a gauge for this fold; the levels of several routers add up, or the highest counts."""
+        before = self._levels.get((gauge, labels), 0)
+        self._levels[gauge, labels] = before + value if add else max(before, value)
 
     def count(self, name: tuple[object, ...], counter: Any, value: float) -> None:
         """Raise a counter by what `value`, a total, has grown since the last call under this name."""

@@ -62,7 +62,7 @@ _IDLE, _ROLLBACK_SENT, _BUSY, _HOLDING, _DEAD = State
 
 
 class Gone(Exception):
-    """The connection ended; `answered` says whether any byte of the awaited reply had come."""
+    """The connection ended; `answered` says whether a reply to the present command had come."""
 
     def __init__(self, message: str, *, answered: bool = False) -> None:
         super().__init__(message)
@@ -98,6 +98,7 @@ class Session:
         "answered_at",
         "connection_id",
         "dialect",
+        "end",
         "fresh",
         "hold",
         "incarnation",
@@ -121,6 +122,8 @@ class Session:
         self.mutex = threading.Lock()
         self.state = _IDLE
         self.hold: Any = None
+        # Why a dead session ended, as far as it knows.
+        self.end = LossReason.CLOSED
         self.last_slot = -1
         self.unread = 0
         self.fresh = True
@@ -182,7 +185,18 @@ class Session:
         if not isinstance(reply, Ok):
             raise Gone(f"({reply.code}) {reply.message}" if isinstance(reply, Err) else "rows for a ROLLBACK")
         self.unread -= 1
-        if not self.unread:
+        open_transaction = bool(reply.status & IN_TRANSACTION)
+        if self.ping_sent_at is not None:
+            # A PING is only ever sent before the ROLLBACK, so its answer is the first.
+            sent_at, self.ping_sent_at = self.ping_sent_at, None
+            if open_transaction:
+                self.safe_from = max(self.safe_from, sent_at)
+            elif self.hold is not None:
+                self.end = LossReason.TRANSACTION_ENDED
+                raise Gone("the server ended the transaction")
+        elif open_transaction:
+            raise Gone("the ROLLBACK left a transaction open")
+        else:
             self._settled()
 
     def _settled(self) -> None:
@@ -196,7 +210,6 @@ class Session:
         `on_settled` is called when the server is known to have executed it, or the session to be closed.
         """
         self.hold = None
-        self.ping_sent_at = None
         self._on_settled = on_settled
         try:
             self.wire.send(ROLLBACK)
@@ -255,6 +268,8 @@ class Session:
                         raise Gone("an unasked reply")
                     self._settle(reply)
                     self.answered_at = now()
+            if not self.unread and not self._reader.empty:
+                raise Gone("an unasked reply has begun")
         except (OSError, ProtocolViolation, Gone):
             self.die()
             return False
@@ -273,12 +288,7 @@ class Session:
             return False
         self.unread += 1
         self.ping_sent_at = sent_at
-        self._on_settled = Session._ponged
         return True
-
-    def _ponged(self) -> None:
-        if self.ping_sent_at is not None:
-            self.safe_from, self.ping_sent_at = self.ping_sent_at, None
 
     def die(self) -> None:
         """Close at once: the server ends the transaction when it sees the end of the stream. Idempotent."""
@@ -288,6 +298,10 @@ class Session:
         self.wire.close()
         self._steady = None
         self._settled()
+
+    def interrupt(self) -> None:
+        """End the stream under whoever waits for a reply in another thread; that one closes the session."""
+        self.wire.interrupt()
 
     def close(self) -> None:
         """Say good-bye where nothing is in flight, then close. Idempotent."""
@@ -306,7 +320,7 @@ class Session:
     def lost_reason(self, ghost_timeout: float) -> LossReason | None:
         """Why what this session holds is lost by its own state or the clock, or None; no I/O."""
         if self.state is _DEAD:
-            return LossReason.CLOSED
+            return self.end
         if now() > self.safe_from + ghost_timeout - 0.5:
             return LossReason.SILENT
         return None

@@ -24,7 +24,6 @@ T = TypeVar("T")
 
 _CACHED_FOR = 0.11
 """InnoDB shows its transactions from a cache that is not refreshed while it is read more often than each 0.1 s."""
-_SHARED = "SELECT trx_mysql_thread_id, trx_state, trx_rows_locked FROM information_schema.INNODB_TRX"
 
 
 class Seen(NamedTuple):
@@ -87,33 +86,38 @@ class Observer:
         return [seen for seen in self.sessions() if "FOR UPDATE" in seen.info and seen.command != "Sleep"]
 
     def waiters(self) -> list[int]:
-        """Connection ids of the application that wait for a row or a table, as the server itself says."""
-        if self.cluster.vendor is Vendor.MYSQL:
-            return self._application(
-                "SELECT t.PROCESSLIST_ID FROM performance_schema.data_lock_waits w "
-                "JOIN performance_schema.threads t ON t.THREAD_ID = w.REQUESTING_THREAD_ID"
-            )
-        return self._transactions("LOCK WAIT")
+        """Connection ids of the application that wait for a row, as the server itself says."""
+        return self.locks()["waiters"]
 
     def holders(self) -> list[int]:
         """Connection ids of the application whose transactions hold at least one row."""
-        if self.cluster.vendor is Vendor.MYSQL:
-            return self._application(
-                "SELECT DISTINCT t.PROCESSLIST_ID FROM performance_schema.data_locks l "
-                "JOIN performance_schema.threads t ON t.THREAD_ID = l.THREAD_ID "
-                "WHERE l.LOCK_TYPE = 'RECORD' AND l.LOCK_STATUS = 'GRANTED'"
-            )
-        return self._transactions("RUNNING")
+        return self.locks()["holders"]
 
-    def _application(self, statement: str) -> list[int]:
-        return [int(row[0]) for row in self.ask(f"{statement} AND t.PROCESSLIST_USER = %s", APPLICATION)]
+    def locks(self) -> dict[str, list[int]]:
+        """Both at one moment, by name."""
+        return self._locks_mysql() if self.cluster.vendor is Vendor.MYSQL else self._locks_mariadb()
 
-    def _transactions(self, state: str) -> list[int]:
+    def _locks_mysql(self) -> dict[str, list[int]]:
+        rows = self.ask(
+            "SELECT DISTINCT t.PROCESSLIST_ID, l.LOCK_STATUS FROM performance_schema.data_locks l "
+            "JOIN performance_schema.threads t ON t.THREAD_ID = l.THREAD_ID "
+            "WHERE l.LOCK_TYPE = 'RECORD' AND t.PROCESSLIST_USER = %s",
+            APPLICATION,
+        )
+        return {
+            "holders": [int(row[0]) for row in rows if row[1] == "GRANTED"],
+            "waiters": [int(row[0]) for row in rows if row[1] == "WAITING"],
+        }
+
+    def _locks_mariadb(self) -> dict[str, list[int]]:
         time.sleep(max(0.0, self._looked_at + _CACHED_FOR - time.monotonic()))
-        rows = self.ask(_SHARED)
+        rows = self.ask("SELECT trx_mysql_thread_id, trx_state, trx_rows_locked FROM information_schema.INNODB_TRX")
         self._looked_at = time.monotonic()
-        mine = {seen.id for seen in self.sessions()}
-        return [int(row[0]) for row in rows if row[0] in mine and row[1] == state and (row[2] or state == "LOCK WAIT")]
+        mine = {seen.id for seen in self.sessions()} if rows else set()
+        return {
+            "holders": [int(row[0]) for row in rows if row[0] in mine and row[1] != "LOCK WAIT" and row[2]],
+            "waiters": [int(row[0]) for row in rows if row[0] in mine and row[1] == "LOCK WAIT"],
+        }
 
     def await_waiters(self, count: int = 1, seconds: float = 10.0) -> list[int]:
         """Return the connection ids once `count` sessions wait on the server."""
@@ -245,8 +249,7 @@ class Routers:
 
 
 def _on_server(observer: Observer) -> dict[str, list[int]]:
-    found = {"holders": observer.holders(), "waiters": observer.waiters()}
-    return {name: ids for name, ids in found.items() if ids}
+    return {name: ids for name, ids in observer.locks().items() if ids}
 
 
 def eventually(

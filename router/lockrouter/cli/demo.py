@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -123,7 +124,11 @@ def _load(cluster: Cluster, plan: Plan, seconds: float, console: Console) -> boo
     with Fleet(plan, _PROCESSES) as fleet, ThreadPoolExecutor(1, thread_name_prefix="demo-outage") as other:
         fleet.go()
         view = View(fleet)
-        _watch(view, seconds, console, lambda: other.submit(_outage, cluster, fleet, view, seconds))
+        leaving = threading.Event()
+        try:
+            _watch(view, seconds, console, lambda: other.submit(_outage, cluster, fleet, view, seconds, leaving))
+        finally:
+            leaving.set()
         took = view.elapsed
         fleet.stop()
         total = Figures()
@@ -157,7 +162,7 @@ def _watch(view: View, seconds: float, console: Console, outage: Callable[[], Fu
         running.result()
 
 
-def _outage(cluster: Cluster, fleet: Fleet, view: View, seconds: float) -> None:
+def _outage(cluster: Cluster, fleet: Fleet, view: View, seconds: float, leaving: threading.Event) -> None:
     name = f"shard-{_VICTIM}"
     view.event(f"{name} is being stopped")
     fleet.outage(_VICTIM, down=False)
@@ -165,7 +170,8 @@ def _outage(cluster: Cluster, fleet: Fleet, view: View, seconds: float) -> None:
     fleet.outage(_VICTIM, down=True)
     view.servers[name] = "stopped"
     view.event(f"{name} is down: its account: and order: keys degrade to local locks, its payout: keys are refused")
-    time.sleep(max(1.0, seconds * _START_AT - view.elapsed))
+    if leaving.wait(max(1.0, seconds * _START_AT - view.elapsed)):
+        return
     fleet.outage(_VICTIM, down=False)
     view.servers[name] = "starting"
     view.event(f"{name} is being started")

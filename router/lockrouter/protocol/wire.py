@@ -110,11 +110,15 @@ class Wire:
 
     def close(self) -> None:
         """Close at once, without a farewell; idempotent."""
+        self.interrupt()
+        self.sock.close()
+
+    def interrupt(self) -> None:
+        """End the stream both ways: a receive that waits, in whatever thread, returns."""
         try:
             self.sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
-        self.sock.close()
 
     def forget(self) -> None:
         """Close this process's descriptor only; the connection itself, which a parent process shares, lives on."""
