@@ -73,17 +73,7 @@ _LEAD, _NESTED, _HOLDING = Place.LEAD, Place.NESTED, State.HOLDING
 class Ask(Request):
     """One caller's request for one row, from its first look at the gate to its hold."""
 
-    __slots__ = (
-        "address",
-        "core",
-        "deadline",
-        "io_until",
-        "local",
-        "reentrant",
-        "rule",
-        "shard",
-        "wait",
-    )
+    local: Hold | None = None
 
     def __init__(
         self,
@@ -105,7 +95,6 @@ class Ask(Request):
         self.wait = wait
         # The end of connecting and of everything else that is not waiting for another holder.
         self.io_until = deadline.at if wait else deadline.started + core.config.pool.connect_timeout
-        self.local: Hold | None = None
         self.reentrant = reentrant
         self.address: Address = address
         self.shard: Shard = core.shards[address.shard]

@@ -46,24 +46,12 @@ _HOLDER, _BUSY, _GONE = Place.HOLDER, Place.BUSY, Place.GONE
 class Hold:
     """One occupation of a row by one owner, from the grant until the last of its handles is released."""
 
-    __slots__ = (
-        "base",
-        "callbacks",
-        "count",
-        "degraded",
-        "granted_at",
-        "key",
-        "keys",
-        "lost",
-        "owner",
-        "passes",
-        "row_at",
-        "seen",
-        "session",
-        "shard",
-        "slot",
-        "thing",
-    )
+    # Defaults of the class, not slots: what most locks never set costs them nothing.
+    count = 1
+    lost: LossReason | None = None
+    callbacks: tuple[Callable[[LossReason], object], ...] = ()
+    # Keys of this row that were held and released inside this hold.
+    seen: frozenset[bytes] = frozenset()
 
     def __init__(
         self,
@@ -89,18 +77,17 @@ class Hold:
         self.passes = passes
         self.granted_at = now()
         self.row_at = self.granted_at if row_at is None else row_at
-        self.count = 1
-        # Per key: how many handles are open, and their token. Keys whose handles are all released stay in `seen`.
+        # Per key: how many handles are open, and their token.
         self.keys: dict[bytes, list[int]] = {key: [1, base + passes]}
-        self.seen: set[bytes] | None = None
-        self.lost: LossReason | None = None
-        self.callbacks: tuple[Callable[[LossReason], object], ...] = ()
 
 
 class Request:
     """One caller at a gate."""
 
-    __slots__ = ("hold", "key", "may_receive", "owner", "owns", "place", "session", "slot", "thing", "waiter")
+    waiter: Waiter | None = None
+    place = Place.GONE
+    hold: Hold | None = None
+    session: Session | None = None
 
     def __init__(
         self,
@@ -118,10 +105,6 @@ class Request:
         self.owner = owner
         self.owns = owns
         self.may_receive = may_receive
-        self.waiter: Waiter | None = None
-        self.place = _GONE
-        self.hold: Hold | None = None
-        self.session: Session | None = None
 
 
 def _same_owner(holder: Hold, request: Request) -> bool:
@@ -215,7 +198,7 @@ class Gates:
             counted[0] += 1
         else:
             # A key of this row that was held and released inside this very hold needs a token above its last one.
-            holder.passes += holder.seen is not None and request.key in holder.seen
+            holder.passes += request.key in holder.seen
             holder.keys[request.key] = [1, holder.base + holder.passes]
         holder.count += 1
         request.hold = holder
@@ -284,7 +267,7 @@ class Gates:
             if not counted[0]:
                 del hold.keys[key]
                 if hold.count:
-                    hold.seen = (hold.seen or set()) | {key}
+                    hold.seen |= {key}
             return hold.count == 0
 
     def token_of(self, hold: Hold, key: bytes) -> int:

@@ -6,7 +6,9 @@ authenticates, DBUtils owns the connection object, and from then on this module 
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - loaded lazily by the first connect otherwise, which a fork may cut in two
 import enum
+import socket
 import ssl
 import threading
 from collections.abc import Callable
@@ -150,7 +152,7 @@ class Session:
                 least = _OK_SIZE + 1 if self.unread == 1 else 1
                 self._feed((yield (TALK, self.wire, (packet, until, least))))
             while True:
-                reply = self._reader.next()
+                reply = (self._reader.next_ok() if self.unread else None) or self._reader.next()
                 if reply is None:
                     self._feed((yield (RECEIVE, self.wire, until)), answered)
                 elif self.unread:
@@ -326,6 +328,26 @@ class Session:
         return None
 
 
+def _plain_socket(endpoint: Endpoint, seconds: float) -> socket.socket | None:
+    """A connected TCP socket for a numeric IPv4 host, without the resolver and its locks; None: PyMySQL connects."""
+    try:
+        socket.inet_pton(socket.AF_INET, endpoint.host)
+    except OSError:
+        return None
+    if endpoint.unix_socket is not None:
+        return None
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(seconds)
+        sock.connect((endpoint.host, endpoint.port))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
 def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, shapes: Shapes | None = None) -> Session:
     """Connect and authenticate within about `seconds`, blocking; the session is IDLE and not yet set up.
 
@@ -357,7 +379,7 @@ def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, shapes:
     )
     connection = steady._con
     try:
-        connection.connect()
+        connection.connect(_plain_socket(endpoint, bound))
     except pymysql.MySQLError as error:
         code = error.args[0] if error.args and isinstance(error.args[0], int) else 0
         text = str(error.args[1]) if len(error.args) > 1 else str(error)

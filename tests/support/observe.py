@@ -227,13 +227,18 @@ class Routers:
 
     def finish(self) -> None:
         """Close the routers; then no session, no lock, no waiter and no thread of theirs remains."""
+        import sys; T=time.time
+        t0=T()
         try:
             self.quiet()
         finally:
+            t1=T()
             for router, _ in self._made:
                 router.close()
+            t2=T()
             try:
                 self._nothing_left()
+                print("FINISH", round(t1-t0,2), round(t2-t1,2), round(T()-t2,2), file=sys.stderr)
             finally:
                 for observer in self.observers:
                     observer.close()

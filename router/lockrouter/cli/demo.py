@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -36,6 +36,7 @@ _PROCESSES = 4
 _THREADS = 4
 _STOP_AT, _START_AT = 0.3, 0.55
 _TICK, _LINE_EVERY = 0.25, 1.0
+_RECOVERY = 3.0
 _TOPOLOGY: Mapping[str, Scalar] = {"name": "demo", "buckets": 256, "rows_per_bucket": 512}
 _CLASSES = '[[class]]\nprefix = "payout:"\non_outage = "refuse"\n'
 _PREFIXES = ("account:", "payout:", "order:")
@@ -140,26 +141,41 @@ def _load(cluster: Cluster, plan: Plan, seconds: float, console: Console) -> boo
 
 
 def _watch(view: View, seconds: float, console: Console, outage: Callable[[], Future[None]]) -> None:
-    """Show the load until its time is up and the outage is over."""
+    """Show the load until its time is up and the shard has been back for a moment."""
     running: Future[None] | None = None
-    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-    with live or nullcontext():
-        shown, line_at = 0, _LINE_EVERY
-        while view.elapsed < seconds or (running is not None and not running.done()):
+    end = seconds
+    with _screen(view, console) as show:
+        while view.elapsed < end:
             if running is None and view.elapsed >= seconds * _STOP_AT:
                 running = outage()
-            if live is not None:
-                live.update(view.render(), refresh=True)
-            else:
-                events, shown = view.events[shown:], len(view.events)
-                for event in events:
-                    console.print(event, soft_wrap=True)
-                if view.elapsed >= line_at:
-                    console.print(view.line(), soft_wrap=True)
-                    line_at += _LINE_EVERY
+            if running is not None and not running.done():
+                end = max(seconds, view.elapsed + _RECOVERY)
+            show()
             time.sleep(_TICK)
+        show()
     if running is not None:
         running.result()
+
+
+@contextmanager
+def _screen(view: View, console: Console) -> Iterator[Callable[[], None]]:
+    """What shows the view as it is now: a live table in a terminal, else a line a second and one per event."""
+    if console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            yield lambda: live.update(view.render(), refresh=True)
+        return
+    shown, line_at = 0, _LINE_EVERY
+
+    def show() -> None:
+        nonlocal shown, line_at
+        events, shown = view.events[shown:], len(view.events)
+        for event in events:
+            console.print(event, soft_wrap=True)
+        if view.elapsed >= line_at:
+            console.print(view.line(), soft_wrap=True)
+            line_at += _LINE_EVERY
+
+    yield show
 
 
 def _outage(cluster: Cluster, fleet: Fleet, view: View, seconds: float, leaving: threading.Event) -> None:

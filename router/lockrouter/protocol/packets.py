@@ -117,6 +117,10 @@ def _decode_row(payload: bytes, columns: int) -> tuple[bytes | None, ...]:
     return tuple(values)
 
 
+_PLAIN_OK = b"\x07\x00\x00\x01\x00\x00\x00"
+_IDLE_OK = Ok(0, 0)
+
+
 class _Incomplete(Exception):
     """More bytes are needed."""
 
@@ -287,6 +291,14 @@ class ReplyReader:
             self._shapes.learn(self._data)
         self._data = self._data[end:] if end < len(self._data) else b""
         return reply
+
+    def next_ok(self) -> Ok | None:
+        """As `next` where the next reply is the plain OK of a ROLLBACK or a PING; None: ask `next`."""
+        data = self._data
+        if data[:7] != _PLAIN_OK or len(data) < 11 or data[7] & _AUTOCOMMIT_MORE:
+            return None
+        self._data = data[11:]
+        return _IDLE_OK if data[7:9] == b"\x00\x00" else Ok(0, data[7] | data[8] << 8)
 
     @property
     def empty(self) -> bool:

@@ -50,6 +50,8 @@ class Step(NamedTuple):
 
     rising: bool
     alone: bool
+    before: int = 0
+    """The highest token before."""
 
 
 class Counters:
@@ -72,10 +74,10 @@ class Counters:
         words[at] = value + 1
         if token is None:
             return Step(True, alone)
-        rising = token > words[at + 1]
-        if rising:
+        before = words[at + 1]
+        if token > before:
             words[at + 1] = token
-        return Step(rising, alone)
+        return Step(token > before, alone, before)
 
     def value(self, i: int) -> int:
         """What counter `i` shows."""

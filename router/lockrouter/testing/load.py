@@ -19,6 +19,7 @@ from lockrouter import LockRouter
 from lockrouter.errors import LockLost, LockRouterError, LockTimeout, ShardUnavailable
 from lockrouter.rowlock import RowLock
 from lockrouter.testing.exclusion import Histogram, Proof, Words
+from lockrouter.tokens import parts
 
 __all__ = ["Figures", "Plan", "Report", "ShardReport", "outages", "work"]
 
@@ -133,8 +134,8 @@ class _Caller:
             self._problem(error)
             raise
 
-    def _problem(self, error: BaseException) -> None:
-        text = f"{type(error).__name__}: {error}"
+    def _problem(self, error: BaseException | str) -> None:
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self.problems[text] = self.problems.get(text, 0) + 1
 
     def _call(self) -> None:
@@ -177,7 +178,9 @@ class _Caller:
                     time.sleep(pause)
                 else:
                     figures.acquired += 1
-                    load.proof.increment(number, token=handle.token, pause=pause)
+                    step = load.proof.increment(number, token=handle.token, pause=pause)
+                    if not step.rising:
+                        self._problem(f"token {parts(handle.token)} after {parts(step.before)}")
                 load.mine[number] = mine + 1
                 self.added += 1
         except LockLost:
