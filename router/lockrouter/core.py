@@ -271,7 +271,7 @@ class Core:
             self._tell(hold, reason)
 
     def _tell(self, hold: Hold, reason: LossReason) -> None:
-        hold.shard.stats.count_lost("local" if hold.degraded else "row", reason.value)
+        hold.shard.stats.count_lost("local" if hold.degraded else hold.mode, reason.value)
         _log.warning("lock lost: row %d on shard %s: %s", hold.slot, hold.shard.id, reason.value)
         for callback in hold.callbacks:
             threading.Thread(target=callback, args=(reason,), name="lockrouter-on-lost", daemon=True).start()
@@ -279,6 +279,9 @@ class Core:
     def _demoted(self, shard: Shard, reason: LossReason) -> None:
         for session in tuple(shard.pool.sessions):
             self.lose(session, reason)
+        for hold in self.gates.holds():
+            if hold.shard is shard and hold.session is None and not hold.degraded:
+                self.lose_hold(hold, reason)
 
     # -- background ---------------------------------------------------------------------------------------------
 
@@ -330,8 +333,9 @@ class Core:
             waiting[self.routing.shard_of_bucket(slot // self.config.topology.rows_per_bucket)] += count
         for shard in self.shards.values():
             mine = [hold for hold in holds if hold.shard is shard]
-            metrics.level(metrics.held, (shard.id, "row"), sum(not hold.degraded for hold in mine))
-            metrics.level(metrics.held, (shard.id, "local"), sum(hold.degraded for hold in mine))
+            for mode in ("row", "local", "transaction"):
+                held = sum(mode == ("local" if hold.degraded else hold.mode) for hold in mine)
+                metrics.level(metrics.held, (shard.id, mode), held)
             metrics.level(metrics.waiters, (shard.id,), waiting[shard.id])
             self._fold_shard(metrics, shard)
         self._fold_segments(metrics)
@@ -360,7 +364,8 @@ class Core:
             name = (who, shard.id, "lost", mode, reason)
             metrics.count(name, metrics.lost.labels(shard.id, mode, reason), number)
         metrics.count((who, shard.id, "collisions"), metrics.collisions.labels(shard.id), shard.stats.collisions)
-        for mode, stats in (("row", shard.stats.row), ("local", shard.stats.local)):
+        modes = {"row": shard.stats.row, "local": shard.stats.local, "transaction": shard.stats.transaction}
+        for mode, stats in modes.items():
             outcomes, waits, wait_sum, holding, hold_sum = stats.copy()
             for outcome, number in outcomes.items():
                 metrics.count((who, shard.id, mode, outcome), metrics.acquires.labels(shard.id, mode, outcome), number)

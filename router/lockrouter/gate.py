@@ -52,6 +52,7 @@ class Hold:
     callbacks: tuple[Callable[[LossReason], object], ...] = ()
     # Keys of this row that were held and released inside this hold.
     seen: frozenset[bytes] = frozenset()
+    mode = "row"
 
     def __init__(
         self,

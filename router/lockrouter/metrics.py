@@ -73,6 +73,7 @@ class ShardStats:
     def __init__(self) -> None:
         self.row = ModeStats()
         self.local = ModeStats()
+        self.transaction = ModeStats()
         self._lock = threading.Lock()
         self.lost: dict[tuple[str, str], int] = {}
         self.collisions = 0

@@ -1,6 +1,7 @@
 """The sessions of one shard: at most `size` of them, given out last-in first-out, waited for first-in first-out.
 
-Connections are opened by the caller that needs one, outside every mutex; a session that comes back goes to the
+Row locks and transactions count together and use sessions of their own lane: an idle session of the other lane is
+closed to make room. Connections are opened by the caller that needs one, outside every mutex; a session that comes back goes to the
 longest waiter, who accepts or refuses it in one step, so that nothing is given to a caller that has left.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Callable
 
 from lockrouter.deadline import now
 from lockrouter.protocol.effects import WAIT, Operation, Waiter
-from lockrouter.session import Session, State
+from lockrouter.session import ROWS, Session, State
 
 __all__ = ["Exhausted", "Pool", "PoolClosed"]
 
@@ -32,22 +33,23 @@ class PoolClosed(Exception):
 class _Claim:
     """A place in the queue: filled with a session, or with leave to open one (`session` None)."""
 
-    __slots__ = ("filled", "session", "waiter")
+    __slots__ = ("filled", "lane", "session", "waiter")
 
-    def __init__(self) -> None:
+    def __init__(self, lane: int) -> None:
+        self.lane = lane
         self.waiter = Waiter()
         self.filled = False
         self.session: Session | None = None
 
 
 class Pool:
-    """Sessions for row locks. `open_one` opens a session; it is called without any mutex held."""
+    """Sessions of one shard. The openers, one per lane, open a session; they are called without any mutex held."""
 
-    def __init__(self, size: int, open_one: Callable[[float], Operation[Session]]) -> None:
+    def __init__(self, size: int, *openers: Callable[[float], Operation[Session]]) -> None:
         self.size = size
-        self._open_one = open_one
+        self._openers = openers
         self._lock = threading.Lock()
-        self._idle: list[Session] = []
+        self._idle: tuple[list[Session], ...] = tuple([] for _ in openers)
         self._queue: deque[_Claim] = deque()
         self._total = 0
         self._closed = False
@@ -61,6 +63,7 @@ class Pool:
         beyond: bool = False,
         prefer: Session | None = None,
         fresh: bool = False,
+        lane: int = ROWS,
     ) -> Operation[Session]:
         """Return a session for the caller alone, opening one where none is idle and the size permits.
 
@@ -71,6 +74,7 @@ class Pool:
                 never waits.
             prefer: taken if it is idle.
             fresh: never an idle one.
+            lane: what for; see `Session.lane`.
 
         Raises:
             Exhausted: none in time.
@@ -81,39 +85,51 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise PoolClosed
-            session = None if fresh else self._take_idle(prefer)
+            session = None if fresh else self._take_idle(prefer, lane)
             if session is None:
                 limit = self.size * 2 if beyond else self.size
                 if self._total < limit and not (self._queue and not beyond):
                     self._total += 1
+                elif (evicted := self._evict()) is not None:
+                    evicted.close()  # its place is the caller's; closing sends one packet and never waits
                 elif beyond or not wait:
                     raise Exhausted
                 else:
-                    claim = _Claim()
+                    claim = _Claim(lane)
                     self._queue.append(claim)
         if claim is not None:
             session = yield from self._wait(claim, until)
         if session is not None:
             return session
-        return (yield from self._open(until))
+        return (yield from self._open(until, lane))
 
     def take(self, prefer: Session | None) -> Session | None:
         """Return an idle session at once, `prefer` if that is one; None: `check_out` has to say."""
         with self._lock:
-            return None if self._closed else self._take_idle(prefer)
+            return None if self._closed else self._take_idle(prefer, ROWS)
 
-    def _take_idle(self, prefer: Session | None) -> Session | None:
+    def _take_idle(self, prefer: Session | None, lane: int) -> Session | None:
         """Under `_lock`: a live idle session, looked at when it has been idle for long."""
-        if prefer is not None and prefer in self._idle:
-            self._idle.remove(prefer)
-            self._idle.append(prefer)
-        while self._idle:
-            session = self._idle.pop()
+        idle = self._idle[lane]
+        if prefer is not None and prefer in idle:
+            idle.remove(prefer)
+            idle.append(prefer)
+        while idle:
+            session = idle.pop()
             # Looking never waits: it is one poll of the kernel, and only for sessions nobody used just now.
             if now() - session.answered_at < _LOOK_AFTER or session.drain():
                 return session
             self._total -= 1
             self.sessions.discard(session)
+        return None
+
+    def _evict(self) -> Session | None:
+        """Under `_lock`: take out the idle session of any lane that was used least lately."""
+        for idle in self._idle:
+            if idle:
+                session = idle.pop(0)
+                self.sessions.discard(session)
+                return session
         return None
 
     def _wait(self, claim: _Claim, until: float) -> Operation[Session | None]:
@@ -140,10 +156,10 @@ class Pool:
                 self._vacate()
         return True
 
-    def _open(self, until: float) -> Operation[Session]:
+    def _open(self, until: float, lane: int) -> Operation[Session]:
         """Open a session on a place that is counted already; the place is given up if that fails."""
         try:
-            session = yield from self._open_one(until)
+            session = yield from self._openers[lane](until)
         except BaseException:
             self._vacate()
             raise
@@ -176,11 +192,12 @@ class Pool:
         session.fresh = False
         with self._lock:
             if keep and not self._closed and self._total <= self.size:
-                if self._queue:
+                if not self._queue:
+                    self._idle[session.lane].append(session)
+                    return
+                if self._queue[0].lane == session.lane:
                     self._fill(session)
-                else:
-                    self._idle.append(session)
-                return
+                    return
             self.sessions.discard(session)
         session.close()
         self._vacate()
@@ -189,9 +206,9 @@ class Pool:
         """Take out the sessions nobody used for so long; each must be given back."""
         edge = now() - seconds
         with self._lock:
-            old = [session for session in self._idle if session.answered_at < edge]
+            old = [session for idle in self._idle for session in idle if session.answered_at < edge]
             for session in old:
-                self._idle.remove(session)
+                self._idle[session.lane].remove(session)
             return old
 
     def purge(self) -> None:
@@ -203,14 +220,15 @@ class Pool:
     def counts(self) -> dict[str, int]:
         """Sessions by state, for the metrics."""
         with self._lock:
-            idle, total, waiting = len(self._idle), self._total, len(self._queue)
+            idle, total, waiting = sum(map(len, self._idle)), self._total, len(self._queue)
         return {"idle": idle, "busy": total - idle, "waiting": waiting}
 
     def close(self) -> None:
         """Close what is idle, refuse new callers, wake the waiting ones with PoolClosed. Idempotent."""
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
+            idle = [session for lane in self._idle for session in lane]
+            self._idle = tuple([] for _ in self._idle)
             queue, self._queue = self._queue, deque()
         for claim in queue:
             claim.waiter.wake()

@@ -40,7 +40,24 @@ from lockrouter.sql.statements import Dialect, dialect_of
 if TYPE_CHECKING:
     from lockrouter.config import Endpoint
 
-__all__ = ["Answered", "Gone", "Incarnation", "Session", "Silent", "State", "dial", "open_session"]
+__all__ = [
+    "ROWS",
+    "TRANSACTIONS",
+    "Answered",
+    "Gone",
+    "Incarnation",
+    "Session",
+    "Silent",
+    "State",
+    "authenticate",
+    "dial",
+    "login",
+    "open_session",
+    "set_up",
+]
+
+ROWS, TRANSACTIONS = range(2)
+"""The lanes of a pool: sessions for row locks alone, and those that are lent to callers' transactions."""
 
 Incarnation = tuple[bytes, int]
 """A server between two starts of it: its identity and, by its own clock in microseconds, when it started."""
@@ -112,6 +129,8 @@ class Session:
         "unread",
         "wire",
     )
+
+    lane = ROWS
 
     def __init__(self, steady: Any, connection: Connection[Any], shapes: Shapes | None = None) -> None:
         self._steady = steady
@@ -348,38 +367,36 @@ def _plain_socket(endpoint: Endpoint, seconds: float) -> socket.socket | None:
     return sock
 
 
-def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, shapes: Shapes | None = None) -> Session:
-    """Connect and authenticate within about `seconds`, blocking; the session is IDLE and not yet set up.
+def login(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None) -> dict[str, Any]:
+    """PyMySQL's arguments for a connection that `authenticate` will open."""
+    bound = max(0.001, seconds)
+    return {
+        "host": endpoint.host,
+        "port": endpoint.port,
+        "unix_socket": endpoint.unix_socket,
+        "user": endpoint.user,
+        "password": endpoint.password,
+        "database": endpoint.database,
+        "charset": "utf8mb4",
+        "autocommit": None,
+        "connect_timeout": bound,
+        "read_timeout": bound,
+        "write_timeout": bound,
+        "ssl": tls,
+        "ssl_disabled": tls is None,
+        "program_name": "lockrouter",
+        "defer_connect": True,
+    }
+
+
+def authenticate(connection: Connection[Any], endpoint: Endpoint, seconds: float) -> None:
+    """Connect and log in within about `seconds`, blocking.
 
     Raises:
-        Answered: the server answered with an error (access denied, too many connections, unknown database).
-        Gone: it could not be reached, or ended the connection.
+        Answered, Gone: as `dial`.
     """
-    bound = max(0.001, seconds)
-    steady = SteadyDBConnection(
-        pymysql,
-        failures=(_NeverRaised,),
-        ping=0,
-        closeable=True,
-        host=endpoint.host,
-        port=endpoint.port,
-        unix_socket=endpoint.unix_socket,
-        user=endpoint.user,
-        password=endpoint.password,
-        database=endpoint.database,
-        charset="utf8mb4",
-        autocommit=None,
-        connect_timeout=bound,
-        read_timeout=bound,
-        write_timeout=bound,
-        ssl=tls,
-        ssl_disabled=tls is None,
-        program_name="lockrouter",
-        defer_connect=True,
-    )
-    connection = steady._con
     try:
-        connection.connect(_plain_socket(endpoint, bound))
+        connection.connect(_plain_socket(endpoint, max(0.001, seconds)))
     except pymysql.MySQLError as error:
         code = error.args[0] if error.args and isinstance(error.args[0], int) else 0
         text = str(error.args[1]) if len(error.args) > 1 else str(error)
@@ -388,6 +405,24 @@ def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, shapes:
         raise Gone(text) from error
     except OSError as error:
         raise Gone(str(error)) from error
+
+
+def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, shapes: Shapes | None = None) -> Session:
+    """Connect and authenticate within about `seconds`, blocking; the session is IDLE and not yet set up.
+
+    Raises:
+        Answered: the server answered with an error (access denied, too many connections, unknown database).
+        Gone: it could not be reached, or ended the connection.
+    """
+    steady = SteadyDBConnection(
+        pymysql,
+        failures=(_NeverRaised,),
+        ping=0,
+        closeable=True,
+        **login(endpoint, seconds, tls),
+    )
+    connection = steady._con
+    authenticate(connection, endpoint, seconds)
     session = Session(steady, connection, shapes)
     # The socket is this module's now: PyMySQL's reader must not take bytes, its finaliser must not send any.
     connection._rfile, connection._sock, connection._closed = None, None, True
@@ -410,16 +445,25 @@ def open_session(
     """
     until = now() + seconds
     session: Session = yield (CALL, lambda: dial(endpoint, seconds, tls, shapes), None)
+    setup = session.dialect.control_setup if control else session.dialect.session_setup
+    yield from set_up(session, setup(ghost_timeout), until)
+    return session
+
+
+def set_up(session: Session, packet: bytes, until: float) -> Operation[None]:
+    """Send a fresh connection its settings; it is closed if they are refused.
+
+    Raises:
+        Answered, Gone, Silent: as `Session.exchange`, and for a refusal.
+    """
     try:
-        setup = session.dialect.control_setup if control else session.dialect.session_setup
-        reply = yield from session.exchange(setup(ghost_timeout), until)
+        reply = yield from session.exchange(packet, until)
         if isinstance(reply, Err):
             raise Answered(reply.code, reply.message)
         session.state = _IDLE
     except BaseException:
         session.die()
         raise
-    return session
 
 
 def single_row(reply: Reply, *, columns: int | None = None) -> tuple[bytes | None, ...]:

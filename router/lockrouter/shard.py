@@ -12,6 +12,7 @@ from lockrouter.breaker import Breaker
 from lockrouter.control import Keeper, Rights, started_us
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason, ShardError, ShardUnavailable, TopologyMismatch
+from lockrouter.lent import open_lent
 from lockrouter.metrics import ShardStats
 from lockrouter.pool import Pool
 from lockrouter.protocol.effects import SLEEP, Operation, Waiter
@@ -60,7 +61,7 @@ class Shard:
         self.frozen: tuple[bytes, ...] = ()
         self.stats = ShardStats()
         self.breaker = Breaker(config.breaker.failures, config.breaker.probe_after)
-        self.pool = Pool(config.pool.size, self._open_for_rows)
+        self.pool = Pool(config.pool.size, self._open_for_rows, self._open_for_transactions)
         self.keeper = Keeper(self)
         self._watcher: Watcher | None = None
         self._tasks: dict[str, Task] = {}
@@ -127,6 +128,20 @@ class Shard:
         """Open a session for row locks and learn which server, since when, it leads to."""
         seconds = min(self.config.pool.connect_timeout, until - now())
         session = yield from self._open(self.endpoint, seconds, control=False)
+        yield from self._recognise(session, seconds)
+        return session
+
+    def _open_for_transactions(self, until: float) -> Operation[Session]:
+        """Open a session that can be lent to a caller's transaction."""
+        seconds = min(self.config.pool.connect_timeout, until - now())
+        session = yield from open_lent(self.endpoint, seconds, self._tls, self.config.transaction, self._answers)
+        yield from self._recognise(session, seconds)
+        return session
+
+    def _answers(self) -> bool:
+        return self.breaker.closed or self.breaker.refusal is not None
+
+    def _recognise(self, session: Session, seconds: float) -> Operation[None]:
         try:
             row = single_row((yield from session.exchange(session.dialect.whoami(), now() + max(seconds, 0.05))))
         except BaseException:
@@ -142,7 +157,6 @@ class Shard:
         session.incarnation = (identity, started_us(started))
         # Nothing was locked; the transaction that the reading opened ends with the first ROLLBACK.
         session.send_rollback()
-        return session
 
     # -- state --------------------------------------------------------------------------------------------------
 

@@ -36,8 +36,10 @@ class Dialect:
     try_share_form: bytes
     busy_codes: frozenset[int]
     bound_code: int
+    long_lock_form: bytes
     row_session: str
     control_session: str
+    transaction_session: str
     identity: str
     uptime: str
     roles: str
@@ -46,6 +48,10 @@ class Dialect:
         """The packet that waits for a row at most `seconds` (1 ms to 30 s) on the server."""
         form = self.share_form if shared else self.lock_form
         return query(form % (_bound_ms(seconds), table, slot, tag))
+
+    def long_lock(self, table: int, slot: int, seconds: float, tag: bytes) -> bytes:
+        """As `lock`, in a session whose own lock waits may be shorter than `seconds`, as far as the vendor permits."""
+        return query(self.long_lock_form % (_bound_ms(seconds), table, slot, tag))
 
     def try_lock(self, table: int, slot: int, tag: bytes, *, shared: bool = False) -> bytes:
         """The packet that takes a row at once or says busy; a metadata lock ends it after 50 ms."""
@@ -59,6 +65,12 @@ class Dialect:
     def control_setup(self, ghost_timeout: int) -> bytes:
         """The packet that makes a fresh connection one for reading, killing and the grant window."""
         return query(self.control_session.format(ghost=ghost_timeout).encode())
+
+    def transaction_setup(self, isolation: str, time_zone: str, lock_wait: int, idle: int) -> bytes:
+        """The packet that makes a fresh connection one for callers' transactions."""
+        # The isolation's words and the zone's alphabet were checked with the shard file: nothing in them ends a string.
+        values = {"isolation": isolation.replace(" ", "-"), "zone": time_zone, "wait": lock_wait, "idle": idle}
+        return query(self.transaction_session.format(**values).encode())
 
     def whoami(self) -> bytes:
         """Connection id, server identity, start of the server, and what the database says of the topology."""
@@ -84,6 +96,9 @@ MYSQL = Dialect(
     share_form=b"SELECT /*+ MAX_EXECUTION_TIME(%d) */ "
     + _GRANT_COLUMNS
     + b" FROM lock_%02d WHERE slot = %d FOR SHARE /* %s */",
+    long_lock_form=b"SELECT /*+ MAX_EXECUTION_TIME(%d) */ "
+    + _GRANT_COLUMNS
+    + b" FROM lock_%02d WHERE slot = %d FOR UPDATE /* %s */",
     try_form=b"SELECT /*+ MAX_EXECUTION_TIME(50) */ "
     + _GRANT_COLUMNS
     + b" FROM lock_%02d WHERE slot = %d FOR UPDATE NOWAIT /* %s */",
@@ -96,6 +111,8 @@ MYSQL = Dialect(
     "lock_wait_timeout = 1, innodb_lock_wait_timeout = 31, wait_timeout = {ghost}",
     control_session="SET SESSION autocommit = 1, transaction_isolation = 'READ-COMMITTED', time_zone = '+00:00', "
     "lock_wait_timeout = 1, innodb_lock_wait_timeout = 1, wait_timeout = {ghost}",
+    transaction_session="SET SESSION autocommit = 0, transaction_isolation = '{isolation}', time_zone = '{zone}', "
+    "lock_wait_timeout = {wait}, innodb_lock_wait_timeout = {wait}, wait_timeout = {idle}",
     identity="@@server_uuid",
     uptime="(SELECT VARIABLE_VALUE FROM performance_schema.global_status WHERE VARIABLE_NAME = 'Uptime')",
     roles="@@global.super_read_only, @@global.innodb_read_only, "
@@ -112,6 +129,9 @@ MARIADB = Dialect(
     share_form=b"SET STATEMENT max_statement_time = %de-3 FOR SELECT "
     + _GRANT_COLUMNS
     + b" FROM lock_%02d WHERE slot = %d LOCK IN SHARE MODE /* %s */",
+    long_lock_form=b"SET STATEMENT innodb_lock_wait_timeout = 31, max_statement_time = %de-3 FOR SELECT "
+    + _GRANT_COLUMNS
+    + b" FROM lock_%02d WHERE slot = %d FOR UPDATE /* %s */",
     try_form=b"SET STATEMENT innodb_lock_wait_timeout = 0, max_statement_time = 0.05 FOR SELECT "
     + _GRANT_COLUMNS
     + b" FROM lock_%02d WHERE slot = %d FOR UPDATE /* %s */",
@@ -124,6 +144,8 @@ MARIADB = Dialect(
     "lock_wait_timeout = 1, innodb_lock_wait_timeout = 31, idle_transaction_timeout = {ghost}",
     control_session="SET SESSION autocommit = 1, tx_isolation = 'READ-COMMITTED', time_zone = '+00:00', "
     "lock_wait_timeout = 1, innodb_lock_wait_timeout = 1, wait_timeout = {ghost}",
+    transaction_session="SET SESSION autocommit = 0, tx_isolation = '{isolation}', time_zone = '{zone}', "
+    "lock_wait_timeout = {wait}, innodb_lock_wait_timeout = {wait}, idle_transaction_timeout = {idle}",
     identity="CONCAT(@@server_uid, ' ', @@server_id, ' ', @@hostname)",
     uptime="(SELECT VARIABLE_VALUE FROM information_schema.GLOBAL_STATUS WHERE VARIABLE_NAME = 'UPTIME')",
     roles="",
@@ -174,6 +196,14 @@ def raise_term(seen_term: int, identity: bytes, started_us: int, window_us: int)
         b"clock_high = %s + %d WHERE id = 1 AND term = %d"
         % (identity.hex().encode(), started_us, NOW_MICROS, NOW_MICROS, window_us, seen_term)
     )
+
+
+def read_marker(dialect: Dialect, marker: bytes, seconds: float) -> bytes:
+    """The packet that waits for the transaction that wrote a marker to end, and finds the marker if it committed."""
+    form = b"SELECT id FROM run_marker WHERE id = 0x%s FOR UPDATE" % marker.hex().encode()
+    if dialect is MYSQL:
+        return query(form.replace(b"SELECT", b"SELECT /*+ MAX_EXECUTION_TIME(%d) */" % _bound_ms(seconds)))
+    return query(b"SET STATEMENT max_statement_time = %de-3 FOR %s" % (_bound_ms(seconds), form))
 
 
 def closed_bucket(bucket: int) -> bytes:
