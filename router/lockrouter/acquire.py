@@ -420,6 +420,8 @@ def _judge_grant(
     if read_only != b"0":
         shard.poke_control()
         return ShardUnavailable("the server is read-only", shard=shard.id)
+    if not tokens.EPOCH_US <= clock < tokens.END_US:
+        return ShardUnavailable("the server's clock is out of the years that tokens can tell", shard=shard.id)
     if not epoch:
         return TopologyMismatch(
             f"bucket {ask.address.bucket} is closed on this shard: it has moved, or is moving", shard=shard.id

@@ -20,7 +20,7 @@ from lockrouter.errors import LossReason, WouldDeadlock
 from lockrouter.gate import Gates, Hold, Place, Request
 from lockrouter.session import Session
 
-RUNS = 4_000
+RUNS = 2_000
 """Walks of each kind of world; about a second."""
 FOREIGN = "another process"
 
