@@ -88,6 +88,11 @@ class Pool:
             session = None if fresh else self._take_idle(prefer, lane)
             if session is None:
                 limit = self.size * 2 if beyond else self.size
+                if fresh and self._idle and self._total >= limit:
+                    stale = self._idle.pop(0)
+                    self.sessions.discard(stale)
+                    stale.die()
+                    self._total -= 1
                 if self._total < limit and not (self._queue and not beyond):
                     self._total += 1
                 elif (evicted := self._evict()) is not None:

@@ -81,7 +81,7 @@ _IDLE, _ROLLBACK_SENT, _BUSY, _HOLDING, _DEAD = State
 
 
 class Gone(Exception):
-    """The connection ended; `answered` says whether a reply to the present command had come."""
+    """The connection ended; `answered` says whether any byte of the awaited reply had come."""
 
     def __init__(self, message: str, *, answered: bool = False) -> None:
         super().__init__(message)
@@ -173,7 +173,7 @@ class Session:
             while True:
                 reply = (self._reader.next_ok() if self.unread else None) or self._reader.next()
                 if reply is None:
-                    self._feed((yield (RECEIVE, self.wire, until)), answered)
+                    self._feed((yield (RECEIVE, self.wire, until)))
                 elif self.unread:
                     self._settle(reply)
                 else:
@@ -196,9 +196,10 @@ class Session:
         self.safe_from = sent_at
         return reply
 
-    def _feed(self, data: bytes, answered: bool = False) -> None:
+    def _feed(self, data: bytes) -> None:
         if not data:
-            raise Gone("the server closed the connection", answered=answered)
+            begun = not self.unread and not self._reader.empty
+            raise Gone("the server closed the connection", answered=begun)
         self._reader.feed(data)
 
     def _settle(self, reply: Reply) -> None:
@@ -212,7 +213,7 @@ class Session:
             sent_at, self.ping_sent_at = self.ping_sent_at, None
             if open_transaction:
                 self.safe_from = max(self.safe_from, sent_at)
-            elif self.hold is not None:
+            elif self.state is not _ROLLBACK_SENT:
                 self.end = LossReason.TRANSACTION_ENDED
                 raise Gone("the server ended the transaction")
         elif open_transaction:

@@ -192,8 +192,12 @@ class Routers:
 
     def metric(self, router: LockRouter, name: str, **labels: str) -> float:
         """The value of one metric of one router; 0.0 where it has none yet."""
+        return self._metrics(router).get((name, *sorted(labels.values())), 0.0)
+
+    def _metrics(self, router: LockRouter) -> dict[tuple[str, ...], float]:
         registry = next(registry for made, registry in self._made if made is router)
-        return registry.get_sample_value(name, labels) or 0.0
+        samples = (sample for family in registry.collect() for sample in family.samples)
+        return {(sample.name, *sorted(sample.labels.values())): sample.value for sample in samples}
 
     def waiting(self, router: LockRouter, index: int = 0) -> int:
         """How many callers of the router wait for rows of a shard, in the process or at the server."""
@@ -216,29 +220,23 @@ class Routers:
             eventually(lambda: not _on_server(observer), seconds, lambda: _on_server(observer))  # noqa: B023
 
     def _busy(self, router: LockRouter) -> list[str]:
-        found = []
-        for index in range(len(self.cluster)):
-            shard = f"shard-{index}"
-            held = {mode: self.held(router, index, mode) for mode in ("row", "local")}
-            waiting, pool = self.waiting(router, index), router.health()[shard]["pool"]
+        found, metrics = [], self._metrics(router)
+        for shard, state in router.health().items():
+            held = {mode: metrics.get(("lockrouter_held", *sorted((mode, shard))), 0.0) for mode in ("row", "local")}
+            waiting, pool = metrics.get(("lockrouter_waiters", shard), 0.0), state["pool"]
             if any(held.values()) or waiting or pool["busy"] or pool["waiting"]:
                 found.append(f"{shard}: held {held}, waiting {waiting}, pool {pool}")
         return found
 
     def finish(self) -> None:
         """Close the routers; then no session, no lock, no waiter and no thread of theirs remains."""
-        import sys; T=time.time
-        t0=T()
         try:
             self.quiet()
         finally:
-            t1=T()
             for router, _ in self._made:
                 router.close()
-            t2=T()
             try:
                 self._nothing_left()
-                print("FINISH", round(t1-t0,2), round(t2-t1,2), round(T()-t2,2), file=sys.stderr)
             finally:
                 for observer in self.observers:
                     observer.close()
