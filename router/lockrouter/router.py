@@ -55,6 +55,7 @@ class LockRouter:
         *,
         owner: Hashable = None,
         reentrant: bool = True,
+        shared: bool = False,
         confirm: bool = False,
     ) -> RowLock:
         """Take the row lock of `key`, waiting for other holders, and return its handle.
@@ -65,6 +66,7 @@ class LockRouter:
                 0: never waits for another holder or for the pool.
             owner: who nests with whom; by default the running task, greenlet or thread in its own context.
             reentrant: False: `WouldDeadlock` when the owner holds the row already.
+            shared: readers share the row, writers exclude; no reader passes a waiting writer.
             confirm: leaving the block awaits the release and proves that the lock was held to the end.
 
         Raises:
@@ -72,23 +74,29 @@ class LockRouter:
             ShardError: one of its kinds; the row says nothing then.
             InvalidKey, WouldDeadlock, Overloaded, Frozen, RouterClosed, ConfigError: as their docstrings say.
         """
-        handle, ask = self._take(key, timeout, owner=owner, reentrant=reentrant, confirm=confirm)
+        handle, ask = self._take(key, timeout, owner=owner, reentrant=reentrant, shared=shared, confirm=confirm)
         if handle is None:
             raise ask.timed_out(self._core.gates)
         return handle
 
     def try_lock(
-        self, key: str | bytes, *, owner: Hashable = None, reentrant: bool = True, confirm: bool = False
+        self,
+        key: str | bytes,
+        *,
+        owner: Hashable = None,
+        reentrant: bool = True,
+        shared: bool = False,
+        confirm: bool = False,
     ) -> RowLock | None:
         """Take the row lock of `key` if the row is free now; None: the row is busy. An outage raises.
 
         Raises:
             As `lock`, but for LockTimeout.
         """
-        return self._take(key, 0.0, owner=owner, reentrant=reentrant, confirm=confirm)[0]
+        return self._take(key, 0.0, owner=owner, reentrant=reentrant, shared=shared, confirm=confirm)[0]
 
     def _take(
-        self, key: str | bytes, timeout: float | None, *, owner: Hashable, reentrant: bool, confirm: bool
+        self, key: str | bytes, timeout: float | None, *, owner: Hashable, reentrant: bool, shared: bool, confirm: bool
     ) -> tuple[RowLock | None, Ask]:
         core = self._core
         raw = encode(key)
@@ -100,7 +108,7 @@ class LockRouter:
             core.start()
         if core.orphans:
             core.reap()
-        ask = Ask(core, raw, rule, deadline, wait=deadline.timeout > 0, owner=owner, reentrant=reentrant)
+        ask = Ask(core, raw, rule, deadline, wait=deadline.timeout > 0, owner=owner, reentrant=reentrant, shared=shared)
         handle = RowLock(core, key, raw, ask.address, confirm=confirm)
         stats, segment = ask.shard.stats, core.segment(ask.address.bucket)
         try:

@@ -140,7 +140,7 @@ class RowLock:
 
     def _confirmed(self, hold: Hold, session: Session) -> LossReason | None:
         with session.mutex:
-            if session.hold is not hold or session.state != State.HOLDING:
+            if session.hold is not (hold.party or hold) or session.state != State.HOLDING:
                 return LossReason.CLOSED
             try:
                 alive = drive(session.confirm(now() + hold.shard.config.pool.connect_timeout))

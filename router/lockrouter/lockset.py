@@ -1,0 +1,248 @@
+"""Several rows at once: all or none, in one order everywhere, under one deadline, one session per shard.
+
+The steps of `take_rows`:
+
+1. One request per row, in the order of the slots, which is the same in every process.
+2. Each goes through its gate; a row that is the caller's own already is counted once more.
+3. The first row of a shard is taken like any single one; the shard's later rows go out on that session.
+4. A session that is lost on the way takes its rows along: everything is given back, and the whole begins anew inside
+   the deadline. So does a deadlock, which only callers that nest single locks can cause.
+5. Nothing is handed over, to this caller or by it: a ROLLBACK frees all rows of a session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from lockrouter.acquire import Ask, Unlocked, ask_shard, await_rights, lock_on, queue_at
+from lockrouter.errors import LockLost, LossReason, MaintenanceStall, ShardError, WouldDeadlock
+from lockrouter.gate import Hold, Party, Place
+from lockrouter.protocol.effects import Operation
+from lockrouter.rowlock import RowLock
+from lockrouter.session import Gone, Silent, State
+
+if TYPE_CHECKING:
+    from lockrouter.shard import Shard
+
+__all__ = ["MAX_KEYS", "LockSet", "take_rows"]
+
+MAX_KEYS = 1000
+
+
+class _Again(Exception):
+    """The rows taken so far are gone; nothing is wrong with the request."""
+
+
+def take_rows(asks: Sequence[Ask]) -> Operation[None]:
+    """Take every row of `asks`, which are in slot order, without doubles; each has its hold afterwards, or none has.
+
+    Raises:
+        WouldDeadlock: the caller holds a row already, and not all of these.
+        Everything that taking one row raises.
+    """
+    core = asks[0].core
+    if asks[0].owns and not core.gates.holds_all(asks):
+        raise WouldDeadlock("the caller holds a row lock already, and not all of these: take them together")
+    while True:
+        parties: dict[Shard, Party] = {}
+        try:
+            for ask in asks:
+                yield from _take(ask, parties)
+            if any(hold.lost is not None for party in parties.values() for hold in party.holds):
+                raise _Again
+            return
+        except _Again:
+            _undo(asks, parties)
+            if asks[0].deadline.left() <= 0:
+                raise asks[0].timed_out(core.gates) from None
+        except BaseException:
+            _undo(asks, parties)
+            raise
+
+
+def _undo(asks: Sequence[Ask], parties: dict[Shard, Party]) -> None:
+    """Give back every row and leave every gate, latest first; nothing here waits."""
+    core = asks[0].core
+    for shard, party in parties.items():
+        session = party.session
+        with session.mutex:
+            if session.state in (State.HOLDING, State.BUSY):
+                core.send_rollback(session, party.holds)
+        shard.pool.give_back(session)
+    for ask in reversed(asks):
+        hold, ask.hold, ask.session = ask.hold, None, None
+        if hold is None:
+            core.gates.leave_queue(ask)
+        elif ask.place is Place.NESTED:
+            if core.gates.uncount(hold, ask.key):
+                core.free(hold)
+        else:
+            if hold.degraded:
+                core.local_gates.leave(hold)
+            core.gates.leave(hold)
+
+
+def _take(ask: Ask, parties: dict[Shard, Party]) -> Operation[None]:
+    gates = ask.core.gates
+    place = gates.enter(ask, wait=ask.wait, max_waiters=ask.rule.max_waiters)
+    if place is Place.BUSY:
+        raise ask.timed_out(gates)
+    if place is Place.QUEUED:
+        place = yield from queue_at(ask, gates, ask)
+        if place is Place.GONE:
+            raise ask.timed_out(gates)
+    if place is Place.NESTED:
+        assert ask.hold is not None
+        if ask.core.loss_of(ask.hold) is not None:
+            raise LockLost("the row is held through a lock that is lost", key=ask.key, reason=LossReason.CLOSED)
+        return
+    hold = yield from _lock_row(ask, parties)
+    if hold is None:
+        raise ask.timed_out(gates)
+    gates.granted(ask, hold)
+
+
+def _lock_row(ask: Ask, parties: dict[Shard, Party]) -> Operation[Hold | None]:
+    party = parties.get(ask.shard)
+    if party is not None:
+        return (yield from _lock_on_party(ask, party))
+    try:
+        hold = yield from ask_shard(ask)
+    except BaseException:
+        if ask.local is not None:
+            ask.core.local_gates.leave(ask.local)
+        if ask.session is not None:
+            ask.session.die()
+            ask.shard.pool.give_back(ask.session)
+            ask.shard.kill(ask.session)
+        raise
+    if hold is None or hold.session is None:
+        return hold
+    party = parties[ask.shard] = Party(hold.session)
+    _join(party, hold)
+    return hold
+
+
+def _join(party: Party, hold: Hold) -> None:
+    """Let the background thread watch over the rows so far, while the caller waits for the next ones."""
+    party.holds.append(hold)
+    hold.party = party
+    party.session.hold = party
+    party.session.state = State.HOLDING
+
+
+def _lock_on_party(ask: Ask, party: Party) -> Operation[Hold | None]:
+    session, shard = party.session, ask.shard
+    while True:
+        with session.mutex:
+            if session.state is not State.HOLDING:
+                raise _Again
+            try:
+                outcome = yield from lock_on(ask, session)
+            except Gone:
+                raise _Again from None
+            except Silent as error:
+                shard.kill(session)
+                shard.poke_control()
+                raise shard.unready_error() from error
+            session.state = State.HOLDING
+        if isinstance(outcome, Hold):
+            _join(party, outcome)
+            return outcome
+        if isinstance(outcome, ShardError):
+            raise outcome
+        if outcome is Unlocked.BUSY:
+            return None
+        if outcome is Unlocked.REPEAT:
+            raise _Again
+        if outcome is Unlocked.SUSPENDED:
+            yield from await_rights(ask)
+            raise _Again
+        if ask.deadline.left() <= 0.005:
+            if outcome is Unlocked.STALLED:
+                raise MaintenanceStall("a metadata lock (ALTER, a backup) holds the lock table", shard=shard.id)
+            return None
+
+
+class LockSet:
+    """Several held row locks as one: their own context manager, degraded or lost if any of them is."""
+
+    def __init__(self, members: dict[str | bytes, RowLock], *, confirm: bool) -> None:
+        self._members = members
+        self._confirm = confirm
+
+    def __iter__(self) -> object:
+        return iter(self._members.values())
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, key: str | bytes) -> RowLock:
+        return self._members[key]
+
+    @property
+    def tokens(self) -> dict[str | bytes, int]:
+        """The fencing token of each key.
+
+        Raises:
+            NoToken: a member is degraded.
+        """
+        return {key: member.token for key, member in self._members.items()}
+
+    @property
+    def degraded(self) -> bool:
+        """True if any member excludes this process only."""
+        return any(member.degraded for member in self._members.values())
+
+    @property
+    def lost(self) -> bool:
+        """True once any member is known to be lost; no I/O."""
+        return any(member.lost for member in self._members.values())
+
+    def on_lost(self, callback: Callable[[LossReason], object]) -> None:
+        """Have `callback(reason)` called once when the first member is lost; at once if one is."""
+        told: list[LossReason] = []
+
+        def once(reason: LossReason) -> None:
+            told.append(reason)
+            if len(told) == 1:
+                callback(reason)
+
+        for member in self._members.values():
+            member.on_lost(once)
+
+    def check(self) -> None:
+        """As `RowLock.check`, for every member."""
+        for member in self._members.values():
+            member.check()
+
+    def release(self, *, confirm: bool = False) -> None:
+        """Release every member that is not released yet, whatever happens to one of them.
+
+        Raises:
+            LockLost: of the first member that was lost.
+        """
+        first: LockLost | None = None
+        for member in reversed(self._members.values()):
+            if member.attached:
+                try:
+                    member.release(confirm=confirm)
+                except LockLost as lost:
+                    first = first or lost
+        if first is not None:
+            raise first
+
+    def __enter__(self) -> LockSet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.release(confirm=self._confirm)
+        except LockLost as lost:
+            if error is None:
+                raise
+            error.add_note(f"and a lock was lost meanwhile: {lost}")
