@@ -95,6 +95,8 @@ class Watcher:
             value = self._mail.popleft()[1]
             if value is not None:
                 value.die()
+        if self._thread.ident is None:
+            self._selector.close()
         self._inbox.close()
         self._bell.close()
 
@@ -117,7 +119,8 @@ class Watcher:
         while self._mail and not self._closing:
             task, value, error, turn = self._mail.popleft()
             if turn == _POKE:
-                if task.effect is not None and task.effect[0] == SLEEP:
+                # Many pokes of a busy task are one.
+                if task.poked and task.effect is not None and task.effect[0] == SLEEP:
                     task.poked = False
                     self._advance(task, None, None)
             elif turn is None or turn == task.turn:

@@ -180,12 +180,12 @@ def _screen(view: View, console: Console) -> Iterator[Callable[[], None]]:
 
 def _outage(cluster: Cluster, fleet: Fleet, view: View, seconds: float, leaving: threading.Event) -> None:
     name = f"shard-{_VICTIM}"
-    view.event(f"{name} is being stopped")
     fleet.outage(_VICTIM, down=False)
-    cluster.stop(_VICTIM)
+    # A clean shutdown would free rows, and grant them to others, while their holders are still inside.
+    cluster.kill(_VICTIM)
     fleet.outage(_VICTIM, down=True)
-    view.servers[name] = "stopped"
-    view.event(f"{name} is down: its account: and order: keys degrade to local locks, its payout: keys are refused")
+    view.servers[name] = "dead"
+    view.event(f"{name} was killed: its account: and order: keys degrade to local locks, its payout: keys are refused")
     if leaving.wait(max(1.0, seconds * _START_AT - view.elapsed)):
         return
     fleet.outage(_VICTIM, down=False)
