@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from lockrouter import tokens
 from lockrouter.deadline import GRACE, Deadline, now
 from lockrouter.errors import (
+    ConfigError,
     Frozen,
     LockLost,
     LockTimeout,
@@ -44,7 +45,17 @@ if TYPE_CHECKING:
     from lockrouter.routing import Address
     from lockrouter.shard import Shard
 
-__all__ = ["Ask", "Unlocked", "ask_shard", "await_rights", "lock_on", "queue_at", "take_row"]
+__all__ = [
+    "Ask",
+    "Unlocked",
+    "ask_shard",
+    "await_rights",
+    "lock_on",
+    "queue_at",
+    "refuse_frozen",
+    "require_row_mode",
+    "take_row",
+]
 
 _SERVER_MARGIN = 0.005
 _TRY_FOR = 0.05
@@ -122,6 +133,26 @@ class Ask(Request):
         )
 
 
+def require_row_mode(rule: ResolvedClass) -> None:
+    """Refuse a key whose class is for leases.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if rule.mode != "row":
+        raise ConfigError(f"the class of this key has mode {rule.mode!r}; a row lock was asked for", field="mode")
+
+
+def refuse_frozen(ask: Ask, key: bytes) -> None:
+    """Refuse a key that the shard file or an operator has frozen.
+
+    Raises:
+        Frozen: it is.
+    """
+    if ask.rule.frozen or key.startswith(ask.shard.frozen):
+        raise Frozen(f"key {ask.core.shown(key)} is frozen: the operators' emergency stop")
+
+
 def take_row(ask: Ask) -> Operation[Hold | None]:
     """Return the caller's hold of the row, or None where it is busy and the caller would not wait.
 
@@ -133,9 +164,8 @@ def take_row(ask: Ask) -> Operation[Hold | None]:
         LockLost: the caller's own hold, which it would have entered again, is lost.
         Frozen, WouldDeadlock, Overloaded, RouterClosed, or a ShardError: as the contract says.
     """
-    frozen = ask.shard.frozen
-    if ask.rule.frozen or (frozen and ask.key.startswith(frozen)):
-        raise Frozen(f"key {ask.core.shown(ask.key)} is frozen: the operators' emergency stop")
+    if ask.rule.frozen or ask.shard.frozen:
+        refuse_frozen(ask, ask.key)
     gates = ask.core.gates
     place = gates.enter(ask, wait=ask.wait, reentrant=ask.reentrant, max_waiters=ask.rule.max_waiters)
     if place is _LEAD:

@@ -404,7 +404,7 @@ class Gates:
             self._advance(gate, hold.slot)
 
     def lose(self, session: Session, reason: LossReason) -> list[Hold]:
-        """Mark who holds through `session` now as lost, once, and return them; the gates stay closed until they leave."""
+        """Mark who holds through `session` now as lost, once, and return them; their gates stay closed."""
         with self._lock:
             held: Hold | Party | None = session.hold
             holds = held.holds if isinstance(held, Party) else [held] if held is not None else []

@@ -12,21 +12,37 @@ The steps of `take_rows`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from lockrouter.acquire import Ask, Unlocked, ask_shard, await_rights, lock_on, queue_at
+from msgspec import structs
+
+from lockrouter.acquire import (
+    Ask,
+    Unlocked,
+    ask_shard,
+    await_rights,
+    lock_on,
+    queue_at,
+    refuse_frozen,
+    require_row_mode,
+)
+from lockrouter.deadline import Deadline, checked_timeout
 from lockrouter.errors import LockLost, LossReason, MaintenanceStall, ShardError, WouldDeadlock
 from lockrouter.gate import Hold, Party, Place
-from lockrouter.protocol.effects import Operation
+from lockrouter.owners import record
+from lockrouter.protocol.effects import Operation, drive
+from lockrouter.routing import encode
 from lockrouter.rowlock import RowLock
 from lockrouter.session import Gone, Silent, State
 
 if TYPE_CHECKING:
+    from lockrouter.config import ResolvedClass
+    from lockrouter.core import Core
     from lockrouter.shard import Shard
 
-__all__ = ["MAX_KEYS", "LockSet", "take_rows"]
+__all__ = ["MAX_KEYS", "LockSet", "lock_all", "name_keys", "take_rows"]
 
 MAX_KEYS = 1000
 
@@ -72,7 +88,7 @@ def _undo(asks: Sequence[Ask], parties: dict[Shard, Party]) -> None:
                 core.send_rollback(session, party.holds)
         shard.pool.give_back(session)
     for ask in reversed(asks):
-        hold, ask.hold, ask.session = ask.hold, None, None
+        hold, ask.hold, ask.session, ask.local = ask.hold, None, None, None
         if hold is None:
             core.gates.leave_queue(ask)
         elif ask.place is Place.NESTED:
@@ -82,6 +98,7 @@ def _undo(asks: Sequence[Ask], parties: dict[Shard, Party]) -> None:
             if hold.degraded:
                 core.local_gates.leave(hold)
             core.gates.leave(hold)
+        ask.place = Place.GONE
 
 
 def _take(ask: Ask, parties: dict[Shard, Party]) -> Operation[None]:
@@ -166,6 +183,75 @@ def _lock_on_party(ask: Ask, party: Party) -> Operation[Hold | None]:
             return None
 
 
+def name_keys(keys: Iterable[str | bytes]) -> dict[bytes, str | bytes]:
+    """The different keys by their bytes, as the caller wrote them.
+
+    Raises:
+        InvalidKey: one is none.
+        ValueError: more than 1,000.
+    """
+    if isinstance(keys, str | bytes):
+        raise TypeError("lock_all takes several keys; this is one")
+    named = {encode(key): key for key in keys}
+    if len(named) > MAX_KEYS:
+        raise ValueError(f"lock_all takes at most {MAX_KEYS} keys, got {len(named)}")
+    return named
+
+
+def lock_all(core: Core, named: dict[bytes, str | bytes], timeout: float | None, *, confirm: bool) -> LockSet:
+    """Take the rows of all keys, blocking, and return their handles."""
+    if not named:
+        return LockSet({}, confirm=confirm)
+    rule = _strictest([core.config.class_of(raw) for raw in named])
+    deadline = Deadline(checked_timeout(timeout, rule.timeout))
+    asks: dict[int, Ask] = {}
+    members: dict[str | bytes, RowLock] = {}
+    for raw, key in named.items():
+        address = core.routing.route(raw)
+        if address.slot not in asks:
+            asks[address.slot] = Ask(core, raw, rule, deadline, wait=deadline.timeout > 0, alone=False)
+        refuse_frozen(asks[address.slot], raw)
+        members[key] = RowLock(core, key, raw, address, confirm=False)
+    try:
+        drive(take_rows([asks[slot] for slot in sorted(asks)]))
+        for member in members.values():
+            _attach(core, member, asks[member.address.slot])
+    except BaseException:
+        attached = {member.address.slot for member in members.values() if member.attached}
+        for ask in asks.values():
+            if ask.slot not in attached:
+                core.give_up(ask)
+        raise
+    for ask in asks.values():
+        if ask.hold is not None and ask.hold not in ask.owns:
+            record(ask.hold)
+        stats = ask.shard.stats
+        mode, outcome = (stats.local, "degraded") if ask.local else (stats.row, "acquired")
+        mode.ended(outcome, deadline.waited(), core.segment(ask.address.bucket))
+    return LockSet(members, confirm=confirm)
+
+
+def _attach(core: Core, member: RowLock, ask: Ask) -> None:
+    assert ask.hold is not None
+    if encode(member.key) != ask.key:
+        core.gates.add_key(ask.hold, encode(member.key))
+    member.attach(ask.hold)
+
+
+def _strictest(rules: Sequence[ResolvedClass]) -> ResolvedClass:
+    """One class as strict as each of these."""
+    for rule in rules:
+        require_row_mode(rule)
+    waiters = [rule.max_waiters for rule in rules if rule.max_waiters is not None]
+    return structs.replace(
+        rules[0],
+        on_outage="refuse" if any(rule.on_outage == "refuse" for rule in rules) else "local",
+        timeout=min(rule.timeout for rule in rules),
+        max_waiters=min(waiters, default=None),
+        frozen=any(rule.frozen for rule in rules),
+    )
+
+
 class LockSet:
     """Several held row locks as one: their own context manager, degraded or lost if any of them is."""
 
@@ -173,7 +259,7 @@ class LockSet:
         self._members = members
         self._confirm = confirm
 
-    def __iter__(self) -> object:
+    def __iter__(self) -> Iterator[RowLock]:
         return iter(self._members.values())
 
     def __len__(self) -> int:

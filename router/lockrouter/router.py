@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from lockrouter.acquire import Ask, take_row
+from lockrouter.acquire import Ask, require_row_mode, take_row
 from lockrouter.config import RouterConfig, load
 from lockrouter.core import Core
 from lockrouter.deadline import Deadline, checked_timeout, now
-from lockrouter.errors import ConfigError, LockTimeout, Overloaded, RouterClosed, ShardError
+from lockrouter.errors import LockTimeout, Overloaded, RouterClosed, ShardError
+from lockrouter.lockset import LockSet, lock_all, name_keys
 from lockrouter.owners import record
 from lockrouter.protocol.effects import WAIT, Operation, drive
 from lockrouter.routing import Address, encode
@@ -95,6 +96,32 @@ class LockRouter:
         """
         return self._take(key, 0.0, owner=owner, reentrant=reentrant, shared=shared, confirm=confirm)[0]
 
+    def lock_all(self, keys: Iterable[str | bytes], timeout: float | None = None, *, confirm: bool = False) -> LockSet:
+        """Take the row locks of all `keys` or of none, whatever their order, and return one handle for them.
+
+        Callers who hold no other row lock never deadlock here. A caller who holds one gets everything already held,
+        or `WouldDeadlock` at once. The strictest class of all keys applies.
+
+        Args:
+            keys: at most 1,000 different ones; none is fine.
+            timeout: seconds for the whole call; None: the shortest default of the keys' classes.
+            confirm: as in `lock`.
+
+        Raises:
+            ValueError: too many keys.
+            Everything that `lock` raises.
+        """
+        named = name_keys(keys)
+        self._ready()
+        return lock_all(self._core, named, timeout, confirm=confirm)
+
+    def _ready(self) -> None:
+        core = self._core
+        if not core.started or core.closed:
+            core.start()
+        if core.orphans:
+            core.reap()
+
     def _take(
         self, key: str | bytes, timeout: float | None, *, owner: Hashable, reentrant: bool, shared: bool, confirm: bool
     ) -> tuple[RowLock | None, Ask]:
@@ -102,12 +129,8 @@ class LockRouter:
         raw = encode(key)
         rule = core.config.class_of(raw)
         deadline = Deadline(checked_timeout(timeout, rule.timeout))
-        if rule.mode != "row":
-            raise ConfigError(f"the class of this key has mode {rule.mode!r}; a row lock was asked for", field="mode")
-        if not core.started or core.closed:
-            core.start()
-        if core.orphans:
-            core.reap()
+        require_row_mode(rule)
+        self._ready()
         ask = Ask(core, raw, rule, deadline, wait=deadline.timeout > 0, owner=owner, reentrant=reentrant, shared=shared)
         handle = RowLock(core, key, raw, ask.address, confirm=confirm)
         stats, segment = ask.shard.stats, core.segment(ask.address.bucket)
@@ -116,7 +139,7 @@ class LockRouter:
             if hold is None:
                 stats.row.ended("busy", deadline.waited(), segment)
                 return None, ask
-            handle._attach(hold)
+            handle.attach(hold)
         except LockTimeout:
             stats.row.ended("timeout", deadline.waited(), segment)
             raise

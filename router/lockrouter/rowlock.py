@@ -42,7 +42,8 @@ class RowLock:
         self.key = key
         self.address = address
 
-    def _attach(self, hold: Hold) -> None:
+    def attach(self, hold: Hold) -> None:
+        """Let the handle have what was taken for it."""
         self._hold = hold
         self._token = self._core.gates.token_of(hold, self._key)
         self._open.append(True)
