@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Ask",
     "Unlocked",
+    "abandon",
     "ask_shard",
     "await_rights",
     "lock_on",
@@ -166,25 +167,51 @@ def take_row(ask: Ask) -> Operation[Hold | None]:
     """
     if ask.rule.frozen or ask.shard.frozen:
         refuse_frozen(ask, ask.key)
-    gates = ask.core.gates
+    try:
+        return (yield from _take(ask, ask.core.gates))
+    except BaseException:
+        abandon(ask)
+        raise
+
+
+def _take(ask: Ask, gates: Gates) -> Operation[Hold | None]:
     place = gates.enter(ask, wait=ask.wait, reentrant=ask.reentrant, max_waiters=ask.rule.max_waiters)
-    if place is _LEAD:
-        return (yield from _lead(ask))
     if place is _NESTED:
         return (yield from _nested(ask))
-    _count_collision(ask, gates)
-    if place is Place.BUSY:
-        return None
-    try:
+    if place is not _LEAD:
+        _count_collision(ask, gates)
+        if place is Place.BUSY:
+            return None
         place = yield from queue_at(ask, gates, ask)
-    except BaseException:
+        if place is Place.HOLDER:
+            return ask.hold
+        if place is Place.GONE:
+            raise ask.timed_out(gates)
+    hold = yield from ask_shard(ask)
+    if hold is None:
         gates.leave_queue(ask)
-        raise
-    if place is Place.HOLDER:
-        return ask.hold
-    if place is Place.GONE:
-        raise ask.timed_out(gates)
-    return (yield from _lead(ask))
+        return None
+    if hold.session is not None:
+        hold.session.hold = hold
+        hold.session.state = _HOLDING
+    gates.granted(ask, hold)
+    return hold
+
+
+def abandon(ask: Ask) -> None:
+    """Leave nothing of a failed request, the session first: its row must be on its way to be free before the next asks.
+
+    What is the caller's already stays in `ask.hold`.
+    """
+    if ask.place is Place.HOLDER or ask.place is Place.NESTED:
+        return
+    if ask.session is not None:
+        # Nothing is known of what it holds: the server frees it when it sees the end of the stream.
+        ask.session.die()
+        _drop(ask, kill=True)
+    if ask.local is not None:
+        ask.core.local_gates.leave(ask.local)
+    ask.core.gates.leave_queue(ask)
 
 
 def _nested(ask: Ask) -> Operation[Hold]:
@@ -218,34 +245,9 @@ def queue_at(ask: Ask, gates: Gates, request: Request) -> Operation[Place]:
         if place is not Place.QUEUED:
             return place
         if ask.core.closed:
-            gates.leave_queue(request)
             raise RouterClosed("the router was closed while waiting")
         if ask.deadline.left() <= 0:
             return gates.leave_queue(request)
-
-
-def _lead(ask: Ask) -> Operation[Hold | None]:
-    """Ask the server as the gate's lead; whatever happens, the gate has a holder or the next lead afterwards."""
-    gates = ask.core.gates
-    try:
-        hold = yield from ask_shard(ask)
-        if hold is None:
-            gates.leave_queue(ask)
-            return None
-        if hold.session is not None:
-            hold.session.hold = hold
-            hold.session.state = _HOLDING
-        gates.granted(ask, hold)
-        return hold
-    except BaseException:
-        if gates.leave_queue(ask) is not Place.HOLDER:
-            if ask.local is not None:
-                ask.core.local_gates.leave(ask.local)
-            if ask.session is not None:
-                # Nothing is known of what it holds: the server frees it when it sees the end of the stream.
-                ask.session.die()
-                _drop(ask, kill=True)
-        raise
 
 
 def ask_shard(ask: Ask) -> Operation[Hold | None]:

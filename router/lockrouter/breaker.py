@@ -45,9 +45,11 @@ class Breaker:
         """True while calls may go to the shard."""
         return self.state is _CLOSED
 
-    def fault(self) -> bool:
-        """Count a fault; True when this one opened the breaker."""
+    def fault(self, *, probe: bool = False) -> bool:
+        """Count a fault, of the probe or of a call; True when this one opened the breaker."""
         with self._lock:
+            if self.state is BreakerState.HALF_OPEN and not probe:
+                return False  # of a call that began before: the probe that is out decides
             self.refusal = None
             self._in_a_row += 1
             if self.state == BreakerState.CLOSED and self._in_a_row < self._failures:

@@ -163,10 +163,10 @@ class Keeper:
                 if self._reused:
                     # The server closed a connection that had been idle: it says nothing of the server. Ask again.
                     continue
-                shard.fault(error)
+                shard.fault(error, probe=probing)
                 pause = jittered(shard.config.breaker.retry_delay)
             except Silent as error:
-                shard.fault(error)
+                shard.fault(error, probe=probing)
                 pause = jittered(shard.config.breaker.retry_delay)
             finally:
                 if probing:

@@ -272,7 +272,12 @@ class Core:
         """
         reason, clock = self.ask_server(hold)
         rights = hold.shard.rights
-        if reason is None and rights is None:
+        if reason is None and not (
+            rights is not None
+            and hold.session is not None
+            and rights.incarnation == hold.session.incarnation
+            and clock < rights.clock_high
+        ):
             reason = LossReason.DEMOTED
         if reason is not None:
             self.lose_hold(hold, reason)

@@ -21,6 +21,7 @@ from msgspec import structs
 from lockrouter.acquire import (
     Ask,
     Unlocked,
+    abandon,
     ask_shard,
     await_rights,
     lock_on,
@@ -59,7 +60,8 @@ def take_rows(asks: Sequence[Ask]) -> Operation[None]:
         Everything that taking one row raises.
     """
     core = asks[0].core
-    if asks[0].owns and not core.gates.holds_all(asks):
+    holds_some = any(core.shards.get(hold.shard.id) is hold.shard for hold in asks[0].owns)
+    if holds_some and not core.gates.holds_all(asks):
         raise WouldDeadlock("the caller holds a row lock already, and not all of these: take them together")
     while True:
         parties: dict[Shard, Party] = {}
@@ -128,12 +130,7 @@ def _lock_row(ask: Ask, parties: dict[Shard, Party]) -> Operation[Hold | None]:
     try:
         hold = yield from ask_shard(ask)
     except BaseException:
-        if ask.local is not None:
-            ask.core.local_gates.leave(ask.local)
-        if ask.session is not None:
-            ask.session.die()
-            ask.shard.pool.give_back(ask.session)
-            ask.shard.kill(ask.session)
+        abandon(ask)
         raise
     if hold is None or hold.session is None:
         return hold

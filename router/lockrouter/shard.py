@@ -180,10 +180,10 @@ class Shard:
         self.refuse(why)
         self._on_demoted(self, LossReason.DEMOTED)
 
-    def fault(self, error: BaseException) -> None:
+    def fault(self, error: BaseException, *, probe: bool = False) -> None:
         """The server did not answer."""
         self.cause = error
-        if self.breaker.fault():
+        if self.breaker.fault(probe=probe):
             _log.warning("shard %s: does not answer, breaker open: %s", self.id, error)
             self.rights = None
             self.waiting_for = f"the shard does not answer: {error}"

@@ -94,13 +94,14 @@ class Proxy:
         self._delay = 0.0
         self._silent: set[Way] = set()
         self._closing = False
+        self._watched: set[socket.socket] = set()
         self.accepted = 0
         """Connections accepted so far."""
         # Below the range of outgoing connections: while nobody listens, no client is given this port.
         self.port = free_port(set())
         self._listener: socket.socket | None = self._listen(self.port)
-        self._selector.register(self._inbox, selectors.EVENT_READ, self._answer)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._watch(self._inbox, self._answer)
+        self._watch(self._listener, self._accept)
         self._thread = threading.Thread(target=self._run, name=f"proxy-{self.port}", daemon=True)
         self._thread.start()
 
@@ -134,8 +135,8 @@ class Proxy:
         return rule
 
     def drop(self, rule: Rule) -> None:
-        """Take back a rule that was not met."""
-        self._do(lambda: self._rules.remove(rule) if rule in self._rules else None)
+        """Take back a rule; a connection that has met it but not used it up goes on as any other."""
+        self._do(lambda: self._forget(rule))
 
     def delay(self, seconds: float) -> None:
         """Every chunk is forwarded so much later, in each direction."""
@@ -178,7 +179,7 @@ class Proxy:
         while not self._closing:
             wait = max(0.0, self._delayed[0][0] - time.monotonic()) if self._delayed else 1.0
             for key, _ in self._selector.select(min(wait, 1.0)):
-                if key.fileobj in self._selector.get_map():
+                if key.fileobj in self._watched:  # else an event before this one ended it
                     key.data()
             while self._delayed and self._delayed[0][0] <= time.monotonic():
                 _, _, link, way, data = heapq.heappop(self._delayed)
@@ -222,7 +223,24 @@ class Proxy:
                 break
         for way, side in link.sides.items():
             side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._selector.register(side, selectors.EVENT_READ, _reader(self, link, way))
+            self._watch(side, _reader(self, link, way))
+
+    def _watch(self, side: socket.socket, call: Callable[[], None]) -> None:
+        if side not in self._watched:
+            self._watched.add(side)
+            self._selector.register(side, selectors.EVENT_READ, call)
+
+    def _unwatch(self, side: socket.socket) -> None:
+        if side in self._watched:
+            self._watched.remove(side)
+            self._selector.unregister(side)
+
+    def _forget(self, rule: Rule) -> None:
+        if rule in self._rules:
+            self._rules.remove(rule)
+        for link in self._links:
+            if link.rule is rule and not link.stalled:
+                link.rule = None
 
     def _meet(self, link: _Link, rule: Rule) -> None:
         self._rules.remove(rule)
@@ -235,7 +253,7 @@ class Proxy:
         """Take what one side of a connection has sent and pass it on, as far as the faults let it."""
         side = link.sides[way]
         if link.stalled or way in link.silent:
-            self._selector.unregister(side)  # nobody reads: what comes stays where it is, an end of the stream too
+            self._unwatch(side)  # nobody reads: what comes stays where it is, an end of the stream too
             return
         try:
             data = side.recv(65536)
@@ -284,8 +302,7 @@ class Proxy:
             return
         self._links.remove(link)
         for side in link.sides.values():
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(side)
+            self._unwatch(side)
             if how is Cut.RST:
                 _reset(side)
             else:
@@ -299,7 +316,7 @@ class Proxy:
 
     def _stop_listening(self, cut: Cut | None) -> None:
         if self._listener is not None:
-            self._selector.unregister(self._listener)
+            self._unwatch(self._listener)
             self._listener.close()
             self._listener = None
         if cut is not None:
@@ -322,11 +339,10 @@ class Proxy:
             elif link.silent:
                 link.silent.clear()
                 for way, side in link.sides.items():
-                    if side not in self._selector.get_map():
-                        self._selector.register(side, selectors.EVENT_READ, _reader(self, link, way))
+                    self._watch(side, _reader(self, link, way))
         if self._listener is None:
             self._listener = self._listen(self.port)
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._watch(self._listener, self._accept)
 
     def _shut(self) -> None:
         self._closing = True

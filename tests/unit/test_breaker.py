@@ -112,7 +112,7 @@ def test_a_probe_that_succeeds_closes(clock: Clock, opened: Breaker) -> None:
 def test_a_probe_that_fails_waits_for_the_next(clock: Clock, opened: Breaker) -> None:
     clock.time += LATER
     opened.take_probe()
-    assert not opened.fault() and opened.openings == 1
+    assert not opened.fault(probe=True) and opened.openings == 1
     assert state_of(opened) is BreakerState.OPEN and not opened.take_probe()
     clock.time += LATER
     assert opened.take_probe()
@@ -126,6 +126,14 @@ def test_a_probe_that_is_refused_stays_open_and_knows_why(clock: Clock, opened: 
     assert not opened.take_probe()
     clock.time += LATER
     assert opened.take_probe() and opened.success() and opened.refusal is None
+
+
+def test_a_straggler_does_not_end_the_probe_that_is_out(clock: Clock, opened: Breaker) -> None:
+    clock.time += LATER
+    assert opened.take_probe()
+    assert not opened.fault()
+    clock.time += LATER
+    assert not opened.take_probe(), "the first probe is still out"
 
 
 def test_an_abandoned_probe_gives_its_place_back(clock: Clock, opened: Breaker) -> None:
@@ -161,7 +169,7 @@ def test_of_many_threads_exactly_one_gets_the_probe(clock: Clock, opened: Breake
         for thread in threads:
             thread.join(20)
         assert sorted(won) == [False] * 15 + [True]
-        opened.fault()
+        opened.fault(probe=True)
 
 
 def test_many_threads_open_it_once(breaker: Breaker) -> None:

@@ -49,7 +49,7 @@ def demo(
         Path | None, typer.Option("--dir", help="The cluster's folder; by default a temporary one.", file_okay=False)
     ] = None,
 ) -> None:
-    """Start four shards, lock keys from several processes, stop a shard meanwhile, and prove exclusion.
+    """Start four shards, lock keys from several processes, kill a shard meanwhile, and prove exclusion.
 
     Exit 1 if exclusion failed. Ends by itself; Ctrl-C leaves nothing behind either.
     """

@@ -11,6 +11,7 @@ import select
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -130,7 +131,7 @@ class _Caller:
         try:
             while not self._load.ending.is_set():
                 self._call()
-        except BaseException as error:
+        except Exception as error:
             self._problem(error)
             raise
 
@@ -140,8 +141,7 @@ class _Caller:
 
     def _call(self) -> None:
         load, plan, chance = self._load, self._load.plan, self._random
-        hot = chance.random() < plan.hot_share
-        number = chance.randrange(plan.hot) if hot else chance.randrange(plan.hot, plan.keys)
+        number = chance.randrange(*((plan.hot,) if chance.random() < plan.hot_share else (plan.hot, plan.keys)))
         if plan.unlocked:
             load.proof.increment(number, pause=chance.random() * plan.hold)
             return
@@ -202,7 +202,7 @@ class _Load:
         self.callers = [_Caller(self) for _ in range(plan.threads)]
 
     def report(self) -> Report:
-        shards, problems = {}, dict[str, int]()
+        shards, problems = {}, Counter[str]()
         for name, health in self.router.health().items():
             figures = Figures()
             for caller in self.callers:
@@ -210,9 +210,8 @@ class _Load:
             pool = health["pool"]
             shards[name] = ShardReport(health["state"], health["breaker"], pool["busy"], pool["idle"], figures)
         for caller in self.callers:
-            for text, count in dict(caller.problems).items():
-                problems[text] = problems.get(text, 0) + count
-        return Report(shards, problems)
+            problems.update(dict(caller.problems))
+        return Report(shards, dict(problems))
 
     def end(self, threads: list[threading.Thread]) -> Report:
         self.ending.set()
