@@ -30,6 +30,7 @@ from lockrouter.errors import (
     TopologyMismatch,
     WouldDeadlock,
 )
+from lockrouter.lockset import LockSet
 from lockrouter.router import LockRouter
 from lockrouter.routing import Address
 from lockrouter.rowlock import RowLock
@@ -45,6 +46,7 @@ __all__ = [
     "LockLost",
     "LockRouter",
     "LockRouterError",
+    "LockSet",
     "LockTimeout",
     "LossReason",
     "MaintenanceStall",

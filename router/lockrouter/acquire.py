@@ -3,7 +3,7 @@
 The steps of `take_row`:
 
 1. Enter the gate of the row: nested, lead, or queued (then wait until lead, handed over, or the deadline).
-2. The lead asks its shard (`_ask`): a closed breaker, a session, one locking statement, bounded on the server.
+2. The lead asks its shard (`ask_shard`): a closed breaker, a session, one locking statement, bounded on the server.
 3. Only the complete and exact reply is a grant (`_judge`); everything else is rolled back, or its session closed,
    before the caller hears anything.
 4. A shard that does not answer at all is degraded around, or refused, by the class of the key.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from lockrouter import tokens
 from lockrouter.deadline import GRACE, Deadline, now
 from lockrouter.errors import (
+    ConfigError,
     Frozen,
     LockLost,
     LockTimeout,
@@ -44,7 +45,18 @@ if TYPE_CHECKING:
     from lockrouter.routing import Address
     from lockrouter.shard import Shard
 
-__all__ = ["Ask", "take_row"]
+__all__ = [
+    "Ask",
+    "Unlocked",
+    "abandon",
+    "ask_shard",
+    "await_rights",
+    "lock_on",
+    "queue_at",
+    "refuse_frozen",
+    "require_row_mode",
+    "take_row",
+]
 
 _SERVER_MARGIN = 0.005
 _TRY_FOR = 0.05
@@ -57,7 +69,7 @@ _REPEAT_CODES = frozenset({1020, 1213, 1317})
 _CROWDED_CODES = frozenset({1040, 1203, 1226})
 
 
-class _Unlocked(enum.Enum):
+class Unlocked(enum.Enum):
     """How a statement that granted nothing ended, its transaction being over."""
 
     BUSY = "busy"
@@ -85,10 +97,15 @@ class Ask(Request):
         wait: bool,
         owner: Hashable = None,
         reentrant: bool = True,
+        shared: bool = False,
+        alone: bool = True,
     ) -> None:
         me = running()
         address = core.routing.route(key)
-        super().__init__(address.slot, key, me, owner, own_holds(me))
+        # A row passes on without the server only from one who holds nothing else to one who asks for nothing else.
+        super().__init__(address.slot, key, me, owner, own_holds(me), may_receive=alone and not shared)
+        if shared:
+            self.shared = True
         self.core = core
         self.rule = rule
         self.deadline = deadline
@@ -117,6 +134,26 @@ class Ask(Request):
         )
 
 
+def require_row_mode(rule: ResolvedClass) -> None:
+    """Refuse a key whose class is for leases.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if rule.mode != "row":
+        raise ConfigError(f"the class of this key has mode {rule.mode!r}; a row lock was asked for", field="mode")
+
+
+def refuse_frozen(ask: Ask, key: bytes) -> None:
+    """Refuse a key that the shard file or an operator has frozen.
+
+    Raises:
+        Frozen: it is.
+    """
+    if ask.rule.frozen or key.startswith(ask.shard.frozen):
+        raise Frozen(f"key {ask.core.shown(key)} is frozen: the operators' emergency stop")
+
+
 def take_row(ask: Ask) -> Operation[Hold | None]:
     """Return the caller's hold of the row, or None where it is busy and the caller would not wait.
 
@@ -128,13 +165,12 @@ def take_row(ask: Ask) -> Operation[Hold | None]:
         LockLost: the caller's own hold, which it would have entered again, is lost.
         Frozen, WouldDeadlock, Overloaded, RouterClosed, or a ShardError: as the contract says.
     """
-    frozen = ask.shard.frozen
-    if ask.rule.frozen or (frozen and ask.key.startswith(frozen)):
-        raise Frozen(f"key {ask.core.shown(ask.key)} is frozen: the operators' emergency stop")
+    if ask.rule.frozen or ask.shard.frozen:
+        refuse_frozen(ask, ask.key)
     try:
         return (yield from _take(ask, ask.core.gates))
     except BaseException:
-        _abandon(ask)
+        abandon(ask)
         raise
 
 
@@ -146,12 +182,12 @@ def _take(ask: Ask, gates: Gates) -> Operation[Hold | None]:
         _count_collision(ask, gates)
         if place is Place.BUSY:
             return None
-        place = yield from _queue(ask, gates, ask)
+        place = yield from queue_at(ask, gates, ask)
         if place is Place.HOLDER:
             return ask.hold
         if place is Place.GONE:
             raise ask.timed_out(gates)
-    hold = yield from _ask(ask)
+    hold = yield from ask_shard(ask)
     if hold is None:
         gates.leave_queue(ask)
         return None
@@ -162,7 +198,7 @@ def _take(ask: Ask, gates: Gates) -> Operation[Hold | None]:
     return hold
 
 
-def _abandon(ask: Ask) -> None:
+def abandon(ask: Ask) -> None:
     """Leave nothing of a failed request, the session first: its row must be on its way to be free before the next asks.
 
     What is the caller's already stays in `ask.hold`.
@@ -199,7 +235,7 @@ def _count_collision(ask: Ask, gates: Gates) -> None:
         ask.shard.stats.collided()
 
 
-def _queue(ask: Ask, gates: Gates, request: Request) -> Operation[Place]:
+def queue_at(ask: Ask, gates: Gates, request: Request) -> Operation[Place]:
     """Wait at a gate; returns LEAD, HOLDER, or GONE when the deadline passed and the place was given up."""
     waiter = request.waiter
     assert waiter is not None
@@ -214,7 +250,7 @@ def _queue(ask: Ask, gates: Gates, request: Request) -> Operation[Place]:
             return gates.leave_queue(request)
 
 
-def _ask(ask: Ask) -> Operation[Hold | None]:
+def ask_shard(ask: Ask) -> Operation[Hold | None]:
     """Repeat attempts within the deadline until one is a grant, or None where the row is busy and `wait` is off."""
     shard = ask.shard
     faults = 0
@@ -252,9 +288,9 @@ def _ask(ask: Ask) -> Operation[Hold | None]:
             continue
         if isinstance(outcome, Hold):
             return outcome
-        if outcome is _Unlocked.BUSY:
+        if outcome is Unlocked.BUSY:
             return None
-        stalled = outcome is _Unlocked.STALLED
+        stalled = outcome is Unlocked.STALLED
         if now() + _SERVER_MARGIN >= ask.io_until or (stalled and not ask.wait):
             yield from _give_up_waiting(ask, outcome, stalled=stalled)
 
@@ -292,9 +328,9 @@ def _pause(ask: Ask) -> Operation[None]:
     yield (SLEEP, min(now() + pause, ask.deadline.at), None)
 
 
-def _give_up_waiting(ask: Ask, outcome: _Unlocked, *, stalled: bool) -> Operation[NoReturn]:
+def _give_up_waiting(ask: Ask, outcome: Unlocked, *, stalled: bool) -> Operation[NoReturn]:
     shard = ask.shard
-    if outcome is _Unlocked.SUSPENDED:
+    if outcome is Unlocked.SUSPENDED:
         raise shard.unready_error() from shard.cause
     if not stalled and ask.wait:
         stalled = yield from _metadata_locked(ask)
@@ -320,7 +356,7 @@ def _metadata_locked(ask: Ask) -> Operation[bool]:
     return isinstance(reply, Err) and reply.code == session.dialect.bound_code
 
 
-def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | _Unlocked]:
+def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | Unlocked]:
     """One locking statement on one session; the session is idle again, or closed, unless it is a grant."""
     shard, address = ask.shard, ask.address
     releasing = ask.core.affinity.get(address.slot)
@@ -331,37 +367,49 @@ def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | _Unlocked]:
     if shard.rights is None:
         ask.session = None
         shard.pool.give_back(session)
-        yield from _await_rights(ask)
-        return _Unlocked.SUSPENDED
-    left = ask.deadline.left() - _SERVER_MARGIN
-    sent_at = now()
-    if ask.wait:
-        bound = max(0.001, min(MAX_STATEMENT_WAIT, left))
-        packet = session.dialect.lock(address.table, address.slot, bound, ask.core.tag(ask.key))
-        until = min(max(ask.deadline.at, sent_at) + GRACE, sent_at + bound + shard.config.pool.connect_timeout)
-    else:
-        packet = session.dialect.try_lock(address.table, address.slot, ask.core.tag(ask.key))
-        until = sent_at + _TRY_FOR + shard.config.pool.connect_timeout
-    reply = yield from session.exchange(packet, until)
-    outcome = _judge(ask, session, reply, sent_at)
+        yield from await_rights(ask)
+        return Unlocked.SUSPENDED
+    outcome = yield from lock_on(ask, session)
     if isinstance(outcome, Hold):
-        if now() - sent_at > _REFRESH_AFTER:
-            yield from session.ping(now() + shard.config.pool.connect_timeout)
         return outcome
     yield from session.rollback(now() + GRACE)
     ask.session = None
     shard.pool.give_back(session)
     if isinstance(outcome, ShardError):
         raise outcome
-    if outcome is _Unlocked.SUSPENDED:
-        yield from _await_rights(ask)
-    if outcome is _Unlocked.BUSY and releasing is not None and releasing is not session:
+    if outcome is Unlocked.SUSPENDED:
+        yield from await_rights(ask)
+    if outcome is Unlocked.BUSY and releasing is not None and releasing is not session:
         # The row's ROLLBACK of a moment ago may still be on its way on another session: that is not "busy".
         if ask.core.affinity.get(address.slot) is releasing and ask.deadline.waited() < _TRY_FOR:
             yield (SLEEP, now() + 0.0005, None)
-            return _Unlocked.REPEAT
+            return Unlocked.REPEAT
         if ask.core.affinity.get(address.slot) is None and ask.deadline.waited() < _TRY_FOR:
-            return _Unlocked.REPEAT
+            return Unlocked.REPEAT
+    return outcome
+
+
+def lock_on(ask: Ask, session: Session) -> Operation[Hold | Unlocked | ShardError]:
+    """Send the locking statement on a session and judge its reply; only a hold leaves a row locked for certain.
+
+    Raises:
+        Gone, Silent: the session is closed.
+    """
+    address, dialect = ask.address, session.dialect
+    patience = ask.shard.config.pool.connect_timeout
+    sent_at = now()
+    if ask.wait:
+        bound = max(0.001, min(MAX_STATEMENT_WAIT, ask.deadline.at - sent_at - _SERVER_MARGIN))
+        packet = dialect.lock(address.table, address.slot, bound, ask.core.tag(ask.key), shared=ask.shared)
+        until = min(max(ask.deadline.at, sent_at) + GRACE, sent_at + bound + patience)
+    else:
+        packet = dialect.try_lock(address.table, address.slot, ask.core.tag(ask.key), shared=ask.shared)
+        until = sent_at + _TRY_FOR + patience
+    reply = yield from session.exchange(packet, until)
+    outcome = _judge(ask, session, reply, sent_at)
+    if isinstance(outcome, Hold) and now() - sent_at > _REFRESH_AFTER:
+        # The server's patience with an idle holder began with this grant; ours began when the statement was sent.
+        yield from session.ping(now() + patience)
     return outcome
 
 
@@ -383,7 +431,7 @@ def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Se
         raise
 
 
-def _await_rights(ask: Ask) -> Operation[None]:
+def await_rights(ask: Ask) -> Operation[None]:
     """Wait until the shard's right to grant, its refusal or its breaker changes, or the call's deadline."""
     shard = ask.shard
     waiter = shard.watch_for_change()
@@ -394,7 +442,7 @@ def _await_rights(ask: Ask) -> Operation[None]:
         shard.unwatch(waiter)
 
 
-def _judge(ask: Ask, session: Session, reply: Reply, sent_at: float) -> Hold | _Unlocked | ShardError:
+def _judge(ask: Ask, session: Session, reply: Reply, sent_at: float) -> Hold | Unlocked | ShardError:
     """Decide what a reply is; only the exact one is a hold."""
     if isinstance(reply, Err):
         return _judge_error(ask, session, reply)
@@ -416,7 +464,7 @@ def _judge(ask: Ask, session: Session, reply: Reply, sent_at: float) -> Hold | _
 
 def _judge_grant(
     ask: Ask, session: Session, epoch: int, clock: int, read_only: bytes | None, sent_at: float
-) -> Hold | _Unlocked | ShardError:
+) -> Hold | Unlocked | ShardError:
     shard = ask.shard
     if read_only != b"0":
         shard.poke_control()
@@ -434,9 +482,9 @@ def _judge_grant(
         or clock >= rights.clock_high
         or shard.note_clock(clock, sent_at)
     ):
-        return _Unlocked.SUSPENDED
+        return Unlocked.SUSPENDED
     shard.breaker.answered()
-    return Hold(
+    hold = Hold(
         ask.address.slot,
         ask.key,
         ask.thing,
@@ -445,17 +493,20 @@ def _judge_grant(
         session=session,
         base=tokens.base_token(rights.term, clock),
     )
+    if ask.shared:
+        hold.shared = True
+    return hold
 
 
-def _judge_error(ask: Ask, session: Session, error: Err) -> _Unlocked | ShardError:
+def _judge_error(ask: Ask, session: Session, error: Err) -> Unlocked | ShardError:
     if not ask.wait and error.code in session.dialect.busy_codes:
-        return _Unlocked.BUSY
+        return Unlocked.BUSY
     if error.code == session.dialect.bound_code:
-        return _Unlocked.BOUND if ask.wait else _Unlocked.STALLED
+        return Unlocked.BOUND if ask.wait else Unlocked.STALLED
     if error.code == 1205:
-        return _Unlocked.STALLED
+        return Unlocked.STALLED
     if error.code in _REPEAT_CODES:
-        return _Unlocked.REPEAT
+        return Unlocked.REPEAT
     if error.code in _GONE_CODES:
         raise Gone(f"({error.code}) {error.message}", answered=True)
     return _shard_error(ask.shard, Answered(error.code, error.message))
@@ -485,15 +536,17 @@ def _in_outage(ask: Ask) -> Operation[Hold | None]:
         raise ShardUnavailable("does not answer, and neither does most of the topology", shard=shard.id)
     gates = core.local_gates
     request = Request(ask.address.slot, ask.key, ask.thing, None, ())
+    request.shared = ask.shared
     place = gates.enter(request, wait=ask.wait)
     if place is Place.BUSY:
         return None
     try:
         if place is Place.QUEUED:
-            place = yield from _queue(ask, gates, request)
+            place = yield from queue_at(ask, gates, request)
         if place is Place.GONE:
             raise ask.timed_out(gates)
         ask.local = Hold(ask.address.slot, ask.key, ask.thing, ask.owner, shard=shard, session=None)
+        ask.local.shared = ask.shared
         gates.granted(request, ask.local)
     except BaseException:
         gates.leave_queue(request)

@@ -8,12 +8,13 @@ import select
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockrouter import tokens
 from lockrouter.deadline import now
 from lockrouter.errors import LockLost, LossReason, RouterClosed
-from lockrouter.gate import Gates, Hold, Request
+from lockrouter.gate import Gates, Hold, Party, Request
 from lockrouter.metrics import SEGMENTS, Metrics, multiprocess
 from lockrouter.protocol.effects import SLEEP, Operation, drive
 from lockrouter.protocol.packets import IN_TRANSACTION, Rows
@@ -168,9 +169,12 @@ class Core:
             self.gates.leave(hold)
             return
         shard.stats.row.released(held)
+        if hold.party is not None:
+            self._roll_back(hold.party.holds, hold.party, hold.session, shard)
+            return
         if self.gates.has_heir(hold) and self._hand_over(hold, hold.session):
             return
-        self._roll_back(hold, hold.session)
+        self._roll_back((hold,), hold, hold.session, shard)
 
     def _hand_over(self, hold: Hold, session: Session) -> bool:
         """Pass the row to the next local waiter, where the server can be shown to still have it for this session."""
@@ -185,23 +189,39 @@ class Core:
                 return False
             return self.gates.hand_over(hold)
 
-    def _roll_back(self, hold: Hold, session: Session) -> None:
+    def _roll_back(self, holds: Sequence[Hold], anchor: Hold | Party, session: Session, shard: Shard) -> None:
+        """Free all rows of a session, then leave their gates, latest first."""
         try:
             try:
                 with session.mutex:
-                    if session.hold is hold and session.state is _HOLDING:
-                        self.affinity[hold.slot] = session
-                        session.last_slot = hold.slot
-                        session.send_rollback(self._settled)
+                    if session.hold is anchor and session.state is _HOLDING:
+                        self.send_rollback(session, holds)
             finally:
-                hold.shard.pool.give_back(session)
+                shard.pool.give_back(session)
         finally:
-            self.gates.leave(hold)
+            for hold in reversed(holds):
+                self.gates.leave(hold)
+
+    def send_rollback(self, session: Session, holds: Sequence[Hold]) -> None:
+        """Put the ROLLBACK of these rows on its way; their next requests follow it on this session."""
+        if holds[0].shared:
+            # Several readers of a row let go one after the other; one memory per row cannot hold them all.
+            session.hold = None
+            try:
+                drive(session.rollback(now() + self.config.pool.connect_timeout))
+            except (Gone, Silent):
+                pass  # closed: the server frees the row when it sees the end of the stream
+            return
+        for hold in holds:
+            self.affinity[hold.slot] = session
+        session.last_slots = tuple(hold.slot for hold in holds)
+        session.send_rollback(self._settled)
 
     def _settled(self, session: Session) -> None:
-        """The server has executed the ROLLBACK of a session: its last row needs no memory of it any more."""
-        if self.affinity.get(session.last_slot) is session:
-            del self.affinity[session.last_slot]
+        """The server has executed the ROLLBACK of a session: its last rows need no memory of it any more."""
+        for slot in session.last_slots:
+            if self.affinity.get(slot) is session:
+                del self.affinity[slot]
 
     def reap(self) -> None:
         """Release what dropped handles held."""
@@ -220,8 +240,8 @@ class Core:
         session = hold.session
         if hold.lost is None and session is not None and hold.count:
             reason = session.lost_reason(self.config.router.ghost_timeout)
-            if reason is not None and session.hold is hold:
-                self.lose_hold(hold, reason)
+            if reason is not None and session.hold is (hold.party or hold):
+                self.lose(session, reason)
         return hold.lost
 
     def ask_server(self, hold: Hold) -> tuple[LossReason | None, int]:
@@ -229,7 +249,7 @@ class Core:
         session, shard = hold.session, hold.shard
         assert session is not None
         with session.mutex:
-            if session.hold is not hold or session.state is not _HOLDING:
+            if session.hold is not (hold.party or hold) or session.state is not _HOLDING:
                 return LossReason.CLOSED, 0
             try:
                 reply = drive(session.exchange(CHECK, now() + self.config.pool.connect_timeout))
@@ -266,8 +286,7 @@ class Core:
 
     def lose(self, session: Session, reason: LossReason) -> None:
         """Mark whoever holds through `session` as lost, and tell."""
-        hold = self.gates.lose(session, reason)
-        if hold is not None:
+        for hold in self.gates.lose(session, reason):
             self._tell(hold, reason)
 
     def lose_hold(self, hold: Hold, reason: LossReason) -> None:

@@ -8,6 +8,7 @@ blocks, run under the one mutex of all gates. After each block: a gate with a qu
 2. The lead asks the server. `granted` makes its hold the holder; `leave_queue` passes the lead on.
 3. `leave_queue`, at a deadline or an interruption, decides by the gate's state, never by the waiter's own memory.
 4. `leave` hands the row over to the head of the queue where that is allowed, else names the head as the next lead.
+   Readers (shared requests) at the head become leads together; none passes a writer that waits.
 5. `lose` looks up, inside the block, who holds through a session now. The gate stays closed until that holder leaves.
 """
 
@@ -24,7 +25,7 @@ from lockrouter.errors import LossReason, Overloaded, RouterClosed, WouldDeadloc
 from lockrouter.protocol.effects import Waiter
 from lockrouter.session import Session
 
-__all__ = ["Gates", "Hold", "Place", "Request"]
+__all__ = ["Gates", "Hold", "Party", "Place", "Request"]
 
 
 class Place(enum.Enum):
@@ -48,6 +49,8 @@ class Hold:
 
     # Defaults of the class, not slots: what most locks never set costs them nothing.
     count = 1
+    shared = False
+    party: Party | None = None
     lost: LossReason | None = None
     callbacks: tuple[Callable[[LossReason], object], ...] = ()
     # Keys of this row that were held and released inside this hold.
@@ -82,11 +85,26 @@ class Hold:
         self.keys: dict[bytes, list[int]] = {key: [1, base + passes]}
 
 
+class Party:
+    """The holds of several rows through one session: they are rolled back together, after the last is released."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.holds: list[Hold] = []
+        self.granted_at = now()
+
+    @property
+    def open(self) -> bool:
+        """True while any of the holds has a handle."""
+        return any(hold.count for hold in self.holds)
+
+
 class Request:
     """One caller at a gate."""
 
     waiter: Waiter | None = None
     place = Place.GONE
+    shared = False
     hold: Hold | None = None
     session: Session | None = None
 
@@ -121,15 +139,45 @@ def _wake(request: Request) -> None:
 
 
 _NOBODY: deque[Request] = deque(maxlen=0)
+_NONE: frozenset[Any] = frozenset()
 
 
 class _Gate:
-    __slots__ = ("holder", "lead", "queue")
+    __slots__ = ("holder", "lead", "queue", "reader_leads", "readers")
 
     def __init__(self) -> None:
         self.holder: Hold | None = None
         self.lead: Request | None = None
         self.queue: deque[Request] = _NOBODY
+        self.readers: set[Hold] | frozenset[Hold] = _NONE
+        self.reader_leads: set[Request] | frozenset[Request] = _NONE
+
+    def own(self, request: Request) -> Hold | None:
+        """The hold of this gate that is the caller's own."""
+        holder = self.holder
+        if holder is not None:
+            return holder if holder.count and _same_owner(holder, request) else None
+        return next((hold for hold in self.readers if hold.count and _same_owner(hold, request)), None)
+
+    def make_lead(self, request: Request) -> None:
+        """Let a request go to the server."""
+        request.place = _LEAD
+        if not request.shared:
+            self.lead = request
+            return
+        if self.readers is _NONE:
+            self.readers, self.reader_leads = set(), set()
+        self.reader_leads.add(request)  # type: ignore[union-attr]
+
+    def admits(self, request: Request) -> bool:
+        """True when nobody inside or at the server excludes the request."""
+        if self.holder is not None or self.lead is not None:
+            return False
+        return request.shared or not (self.readers or self.reader_leads)
+
+    def inside(self) -> Iterable[Hold]:
+        """Who holds the row in this process."""
+        return self.readers if self.holder is None else (self.holder,)
 
 
 class Gates:
@@ -169,15 +217,19 @@ class Gates:
             gate = self._gates.get(request.slot)
             if gate is None:
                 gate = self._gates[request.slot] = _Gate()
-                gate.lead = request
-                request.place = _LEAD
+                gate.make_lead(request)
                 return _LEAD
-            holder = gate.holder
-            if holder is not None and holder.count and _same_owner(holder, request):
+            own = gate.own(request)
+            if own is not None:
                 if not reentrant:
                     raise WouldDeadlock("the caller holds this row already, and asked not to enter it again")
-                self._nest(holder, request)
+                if own.shared is not request.shared:
+                    raise WouldDeadlock("the caller holds this row already, shared and exclusive do not mix")
+                self._nest(own, request)
                 return _NESTED
+            if request.shared and not gate.queue and gate.admits(request):
+                gate.make_lead(request)
+                return _LEAD
             if not wait:
                 return _BUSY
             if max_waiters is not None and len(gate.queue) >= max_waiters:
@@ -208,19 +260,27 @@ class Gates:
     def _refuse_cycle(self, gate: _Gate, owns: tuple[Hold, ...]) -> None:
         """Follow who waits for whom from `gate` on; a lead waits at the server, where no chain goes on."""
         seen: set[Hold] = set()
-        at: _Gate | None = gate
-        while at is not None and at.holder is not None and at.holder.count and at.holder not in seen:
-            if at.holder in owns:
+        ahead = [hold for hold in gate.inside() if hold.count]
+        while ahead:
+            hold = ahead.pop()
+            if hold in owns:
                 raise WouldDeadlock("waiting for this row would close a cycle of waiting inside this process")
-            seen.add(at.holder)
-            at = self._waiting.get(at.holder)
+            if hold not in seen:
+                seen.add(hold)
+                further = self._waiting.get(hold)
+                if further is not None:
+                    ahead.extend(next_one for next_one in further.inside() if next_one.count)
 
     def granted(self, request: Request, hold: Hold) -> None:
         """The server (or the outage) gave the lead its row: its hold is the holder."""
         with self._lock:
             gate = self._gates[request.slot]
-            gate.lead = None
-            gate.holder = hold
+            if request.shared:
+                gate.reader_leads.discard(request)  # type: ignore[union-attr]
+                gate.readers.add(hold)  # type: ignore[union-attr]
+            else:
+                gate.lead = None
+                gate.holder = hold
             request.hold = hold
             request.place = _HOLDER
 
@@ -234,9 +294,12 @@ class Gates:
             if place is _QUEUED:
                 gate.queue.remove(request)
                 self._forget_waiting(request)
+            elif request.shared:
+                gate.reader_leads.discard(request)  # type: ignore[union-attr]
             else:
                 gate.lead = None
-                self._name_lead(gate, request.slot)
+            # A writer that leaves the queue, too, may have kept readers behind it waiting.
+            self._advance(gate, request.slot)
             request.place = _GONE
             return _GONE
 
@@ -249,18 +312,18 @@ class Gates:
         for hold in request.owns:
             self._waiting.pop(hold, None)
 
-    def _name_lead(self, gate: _Gate, slot: int) -> None:
-        if not gate.queue:
+    def _advance(self, gate: _Gate, slot: int) -> None:
+        """Let the head of the queue go to the server: a writer alone, readers together; forget an empty gate."""
+        while gate.queue and gate.admits(gate.queue[0]):
+            head = gate.queue.popleft()
+            self._forget_waiting(head)
+            gate.make_lead(head)
+            _wake(head)
+        if gate.holder is None and gate.lead is None and not (gate.readers or gate.reader_leads or gate.queue):
             del self._gates[slot]
-            return
-        head = gate.queue.popleft()
-        self._forget_waiting(head)
-        gate.lead = head
-        head.place = _LEAD
-        _wake(head)
 
     def uncount(self, hold: Hold, key: bytes) -> bool:
-        """One handle less; True when it was the last, and the row is to be released by the caller."""
+        """One handle less; True when it was the last, of all rows of its session, and the caller is to free them."""
         with self._lock:
             hold.count -= 1
             counted = hold.keys[key]
@@ -269,7 +332,20 @@ class Gates:
                 del hold.keys[key]
                 if hold.count:
                     hold.seen |= {key}
-            return hold.count == 0
+            return not hold.count and (hold.party is None or not hold.party.open)
+
+    def add_key(self, hold: Hold, key: bytes) -> None:
+        """Count one more handle of a hold, for a key of its row."""
+        with self._lock:
+            counted = hold.keys.setdefault(key, [0, hold.base + hold.passes])
+            counted[0] += 1
+            hold.count += 1
+
+    def holds_all(self, requests: Iterable[Request]) -> bool:
+        """True when every request is for a row that is its caller's own already."""
+        with self._lock:
+            gates = [(self._gates.get(request.slot), request) for request in requests]
+            return all(gate is not None and gate.own(request) is not None for gate, request in gates)
 
     def token_of(self, hold: Hold, key: bytes) -> int:
         """The token of a key that is held through this hold."""
@@ -318,18 +394,25 @@ class Gates:
         """The row is released: the head of the queue becomes the lead."""
         with self._lock:
             gate = self._gates.get(hold.slot)
-            if gate is not None and gate.holder is hold:
+            if gate is None:
+                return
+            if gate.holder is hold:
                 gate.holder = None
-                self._name_lead(gate, hold.slot)
+            elif hold in gate.readers:
+                gate.readers.discard(hold)  # type: ignore[union-attr]
+            else:
+                return
+            self._advance(gate, hold.slot)
 
-    def lose(self, session: Session, reason: LossReason) -> Hold | None:
-        """Mark whoever holds through `session` now as lost, once; the gate stays closed until it leaves."""
+    def lose(self, session: Session, reason: LossReason) -> list[Hold]:
+        """Mark who holds through `session` now as lost, once, and return them; their gates stay closed."""
         with self._lock:
-            hold: Hold | None = session.hold
-            if hold is None or hold.lost is not None:
-                return None
-            hold.lost = reason
-            return hold
+            held: Hold | Party | None = session.hold
+            holds = held.holds if isinstance(held, Party) else [held] if held is not None else []
+            lost = [hold for hold in holds if hold.lost is None]
+            for hold in lost:
+                hold.lost = reason
+            return lost
 
     def lose_hold(self, hold: Hold, reason: LossReason) -> bool:
         """Mark this hold as lost; False: it was already."""
@@ -349,17 +432,20 @@ class Gates:
     def holder_of(self, slot: int) -> Hold | None:
         """Who holds the row in this process."""
         gate = self._gates.get(slot)
-        return gate.holder if gate is not None else None
+        return None if gate is None else next(iter(tuple(gate.inside())), None)
 
     def holds(self) -> list[Hold]:
         """All present holds."""
         with self._lock:
-            return [gate.holder for gate in self._gates.values() if gate.holder is not None]
+            return [hold for gate in self._gates.values() for hold in gate.inside()]
 
     def waiters(self) -> Iterable[tuple[int, int]]:
         """Slots and how many wait at each, leads included."""
         with self._lock:
-            return [(slot, len(gate.queue) + (gate.lead is not None)) for slot, gate in self._gates.items()]
+            return [
+                (slot, len(gate.queue) + len(gate.reader_leads) + (gate.lead is not None))
+                for slot, gate in self._gates.items()
+            ]
 
     def close(self) -> None:
         """Refuse new callers; holders stay. Idempotent."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from lockrouter.acquire import Ask, take_row
+from lockrouter.acquire import Ask, require_row_mode, take_row
 from lockrouter.config import RouterConfig, load
 from lockrouter.core import Core
 from lockrouter.deadline import Deadline, checked_timeout, now
-from lockrouter.errors import ConfigError, LockTimeout, Overloaded, RouterClosed, ShardError
+from lockrouter.errors import LockTimeout, Overloaded, RouterClosed, ShardError
+from lockrouter.lockset import LockSet, lock_all, name_keys
 from lockrouter.owners import record
 from lockrouter.protocol.effects import WAIT, Operation, drive
 from lockrouter.routing import Address, encode
@@ -55,6 +56,7 @@ class LockRouter:
         *,
         owner: Hashable = None,
         reentrant: bool = True,
+        shared: bool = False,
         confirm: bool = False,
     ) -> RowLock:
         """Take the row lock of `key`, waiting for other holders, and return its handle.
@@ -65,6 +67,7 @@ class LockRouter:
                 0: never waits for another holder or for the pool.
             owner: who nests with whom; by default the running task, greenlet or thread in its own context.
             reentrant: False: `WouldDeadlock` when the owner holds the row already.
+            shared: readers share the row, writers exclude; no reader passes a waiting writer.
             confirm: leaving the block awaits the release and proves that the lock was held to the end.
 
         Raises:
@@ -72,35 +75,63 @@ class LockRouter:
             ShardError: one of its kinds; the row says nothing then.
             InvalidKey, WouldDeadlock, Overloaded, Frozen, RouterClosed, ConfigError: as their docstrings say.
         """
-        handle, ask = self._take(key, timeout, owner=owner, reentrant=reentrant, confirm=confirm)
+        handle, ask = self._take(key, timeout, owner=owner, reentrant=reentrant, shared=shared, confirm=confirm)
         if handle is None:
             raise ask.timed_out(self._core.gates)
         return handle
 
     def try_lock(
-        self, key: str | bytes, *, owner: Hashable = None, reentrant: bool = True, confirm: bool = False
+        self,
+        key: str | bytes,
+        *,
+        owner: Hashable = None,
+        reentrant: bool = True,
+        shared: bool = False,
+        confirm: bool = False,
     ) -> RowLock | None:
         """Take the row lock of `key` if the row is free now; None: the row is busy. An outage raises.
 
         Raises:
             As `lock`, but for LockTimeout.
         """
-        return self._take(key, 0.0, owner=owner, reentrant=reentrant, confirm=confirm)[0]
+        return self._take(key, 0.0, owner=owner, reentrant=reentrant, shared=shared, confirm=confirm)[0]
+
+    def lock_all(self, keys: Iterable[str | bytes], timeout: float | None = None, *, confirm: bool = False) -> LockSet:
+        """Take the row locks of all `keys` or of none, whatever their order, and return one handle for them.
+
+        Callers who hold no other row lock never deadlock here. A caller who holds one gets everything already held,
+        or `WouldDeadlock` at once. The strictest class of all keys applies.
+
+        Args:
+            keys: at most 1,000 different ones; none is fine.
+            timeout: seconds for the whole call; None: the shortest default of the keys' classes.
+            confirm: as in `lock`.
+
+        Raises:
+            ValueError: too many keys.
+            Everything that `lock` raises.
+        """
+        named = name_keys(keys)
+        self._ready()
+        return lock_all(self._core, named, timeout, confirm=confirm)
+
+    def _ready(self) -> None:
+        core = self._core
+        if not core.started or core.closed:
+            core.start()
+        if core.orphans:
+            core.reap()
 
     def _take(
-        self, key: str | bytes, timeout: float | None, *, owner: Hashable, reentrant: bool, confirm: bool
+        self, key: str | bytes, timeout: float | None, *, owner: Hashable, reentrant: bool, shared: bool, confirm: bool
     ) -> tuple[RowLock | None, Ask]:
         core = self._core
         raw = encode(key)
         rule = core.config.class_of(raw)
         deadline = Deadline(checked_timeout(timeout, rule.timeout))
-        if rule.mode != "row":
-            raise ConfigError(f"the class of this key has mode {rule.mode!r}; a row lock was asked for", field="mode")
-        if not core.started or core.closed:
-            core.start()
-        if core.orphans:
-            core.reap()
-        ask = Ask(core, raw, rule, deadline, wait=deadline.timeout > 0, owner=owner, reentrant=reentrant)
+        require_row_mode(rule)
+        self._ready()
+        ask = Ask(core, raw, rule, deadline, wait=deadline.timeout > 0, owner=owner, reentrant=reentrant, shared=shared)
         handle = RowLock(core, key, raw, ask.address, confirm=confirm)
         stats, segment = ask.shard.stats, core.segment(ask.address.bucket)
         try:
@@ -108,7 +139,7 @@ class LockRouter:
             if hold is None:
                 stats.row.ended("busy", deadline.waited(), segment)
                 return None, ask
-            handle._attach(hold)
+            handle.attach(hold)
         except LockTimeout:
             stats.row.ended("timeout", deadline.waited(), segment)
             raise

@@ -42,7 +42,8 @@ class RowLock:
         self.key = key
         self.address = address
 
-    def _attach(self, hold: Hold) -> None:
+    def attach(self, hold: Hold) -> None:
+        """Let the handle have what was taken for it."""
         self._hold = hold
         self._token = self._core.gates.token_of(hold, self._key)
         self._open.append(True)
@@ -140,7 +141,7 @@ class RowLock:
 
     def _confirmed(self, hold: Hold, session: Session) -> LossReason | None:
         with session.mutex:
-            if session.hold is not hold or session.state != State.HOLDING:
+            if session.hold is not (hold.party or hold) or session.state != State.HOLDING:
                 return LossReason.CLOSED
             try:
                 alive = drive(session.confirm(now() + hold.shard.config.pool.connect_timeout))

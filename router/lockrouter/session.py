@@ -121,7 +121,7 @@ class Session:
         "fresh",
         "hold",
         "incarnation",
-        "last_slot",
+        "last_slots",
         "mutex",
         "ping_sent_at",
         "safe_from",
@@ -145,7 +145,7 @@ class Session:
         self.hold: Any = None
         # Why a dead session ended, as far as it knows.
         self.end = LossReason.CLOSED
-        self.last_slot = -1
+        self.last_slots: tuple[int, ...] = ()
         self.unread = 0
         self.fresh = True
         self.answered_at = self.safe_from = now()

@@ -427,7 +427,7 @@ class Scheduler:
             world.picked = session.hold
             return
         session.condemned = True
-        if world.gates.lose(cast(Session, session), LossReason.CLOSED) is not None:
+        if world.gates.lose(cast(Session, session), LossReason.CLOSED):
             world.told += 1
 
     def check_end(self) -> None:
@@ -514,11 +514,11 @@ class ReleaseNamesNobody(Gates):
 class WatcherFreesTheGate(Gates):
     """3.23."""
 
-    def lose(self, session: Session, reason: LossReason) -> Hold | None:
-        hold = super().lose(session, reason)
-        if hold is not None:
+    def lose(self, session: Session, reason: LossReason) -> list[Hold]:
+        holds = super().lose(session, reason)
+        for hold in holds:
             super().leave(hold)
-        return hold
+        return holds
 
 
 class HandsOverWhatIsLost(Gates):

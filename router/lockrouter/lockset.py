@@ -1,0 +1,331 @@
+"""Several rows at once: all or none, in one order everywhere, under one deadline, one session per shard.
+
+The steps of `take_rows`:
+
+1. One request per row, in the order of the slots, which is the same in every process.
+2. Each goes through its gate; a row that is the caller's own already is counted once more.
+3. The first row of a shard is taken like any single one; the shard's later rows go out on that session.
+4. A session that is lost on the way takes its rows along: everything is given back, and the whole begins anew inside
+   the deadline. So does a deadlock, which only callers that nest single locks can cause.
+5. Nothing is handed over, to this caller or by it: a ROLLBACK frees all rows of a session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from lockrouter.acquire import (
+    Ask,
+    Unlocked,
+    abandon,
+    ask_shard,
+    await_rights,
+    lock_on,
+    queue_at,
+    refuse_frozen,
+    require_row_mode,
+)
+from lockrouter.deadline import Deadline, checked_timeout
+from lockrouter.errors import LockLost, LossReason, MaintenanceStall, ShardError, WouldDeadlock
+from lockrouter.gate import Hold, Party, Place
+from lockrouter.owners import record
+from lockrouter.protocol.effects import Operation, drive
+from lockrouter.routing import encode
+from lockrouter.rowlock import RowLock
+from lockrouter.session import Gone, Silent, State
+
+if TYPE_CHECKING:
+    from lockrouter.config import ResolvedClass
+    from lockrouter.core import Core
+    from lockrouter.shard import Shard
+
+__all__ = ["MAX_KEYS", "LockSet", "lock_all", "name_keys", "take_rows"]
+
+MAX_KEYS = 1000
+
+
+class _Again(Exception):
+    """The rows taken so far are gone; nothing is wrong with the request."""
+
+
+def take_rows(asks: Sequence[Ask]) -> Operation[None]:
+    """Take every row of `asks`, which are in slot order, without doubles; each has its hold afterwards, or none has.
+
+    Raises:
+        WouldDeadlock: the caller holds a row already, and not all of these.
+        Everything that taking one row raises.
+    """
+    core = asks[0].core
+    holds_some = any(core.shards.get(hold.shard.id) is hold.shard for hold in asks[0].owns)
+    if holds_some and not core.gates.holds_all(asks):
+        raise WouldDeadlock("the caller holds a row lock already, and not all of these: take them together")
+    while True:
+        parties: dict[Shard, Party] = {}
+        try:
+            for ask in asks:
+                yield from _take(ask, parties)
+            if any(hold.lost is not None for party in parties.values() for hold in party.holds):
+                raise _Again
+            return
+        except _Again:
+            _undo(asks, parties)
+            if asks[0].deadline.left() <= 0:
+                raise asks[0].timed_out(core.gates) from None
+        except BaseException:
+            _undo(asks, parties)
+            raise
+
+
+def _undo(asks: Sequence[Ask], parties: dict[Shard, Party]) -> None:
+    """Give back every row and leave every gate, latest first; nothing here waits."""
+    core = asks[0].core
+    for shard, party in parties.items():
+        session = party.session
+        with session.mutex:
+            if session.state in (State.HOLDING, State.BUSY):
+                core.send_rollback(session, party.holds)
+        shard.pool.give_back(session)
+    for ask in reversed(asks):
+        hold, ask.hold, ask.session, ask.local = ask.hold, None, None, None
+        if hold is None:
+            core.gates.leave_queue(ask)
+        elif ask.place is Place.NESTED:
+            if core.gates.uncount(hold, ask.key):
+                core.free(hold)
+        else:
+            if hold.degraded:
+                core.local_gates.leave(hold)
+            core.gates.leave(hold)
+        ask.place = Place.GONE
+
+
+def _take(ask: Ask, parties: dict[Shard, Party]) -> Operation[None]:
+    gates = ask.core.gates
+    place = gates.enter(ask, wait=ask.wait, max_waiters=ask.rule.max_waiters)
+    if place is Place.BUSY:
+        raise ask.timed_out(gates)
+    if place is Place.QUEUED:
+        place = yield from queue_at(ask, gates, ask)
+        if place is Place.GONE:
+            raise ask.timed_out(gates)
+    if place is Place.NESTED:
+        assert ask.hold is not None
+        if ask.core.loss_of(ask.hold) is not None:
+            raise LockLost("the row is held through a lock that is lost", key=ask.key, reason=LossReason.CLOSED)
+        return
+    hold = yield from _lock_row(ask, parties)
+    if hold is None:
+        raise ask.timed_out(gates)
+    gates.granted(ask, hold)
+
+
+def _lock_row(ask: Ask, parties: dict[Shard, Party]) -> Operation[Hold | None]:
+    party = parties.get(ask.shard)
+    if party is not None:
+        return (yield from _lock_on_party(ask, party))
+    try:
+        hold = yield from ask_shard(ask)
+    except BaseException:
+        abandon(ask)
+        raise
+    if hold is None or hold.session is None:
+        return hold
+    party = parties[ask.shard] = Party(hold.session)
+    _join(party, hold)
+    return hold
+
+
+def _join(party: Party, hold: Hold) -> None:
+    """Let the background thread watch over the rows so far, while the caller waits for the next ones."""
+    party.holds.append(hold)
+    hold.party = party
+    party.session.hold = party
+    party.session.state = State.HOLDING
+
+
+def _lock_on_party(ask: Ask, party: Party) -> Operation[Hold | None]:
+    session, shard = party.session, ask.shard
+    while True:
+        with session.mutex:
+            if session.state is not State.HOLDING:
+                raise _Again
+            try:
+                outcome = yield from lock_on(ask, session)
+            except Gone:
+                raise _Again from None
+            except Silent as error:
+                shard.kill(session)
+                shard.poke_control()
+                raise shard.unready_error() from error
+            session.state = State.HOLDING
+        if isinstance(outcome, Hold):
+            _join(party, outcome)
+            return outcome
+        if isinstance(outcome, ShardError):
+            raise outcome
+        if outcome is Unlocked.BUSY:
+            return None
+        if outcome is Unlocked.REPEAT:
+            raise _Again
+        if outcome is Unlocked.SUSPENDED:
+            yield from await_rights(ask)
+            raise _Again
+        if ask.deadline.left() <= 0.005:
+            if outcome is Unlocked.STALLED:
+                raise MaintenanceStall("a metadata lock (ALTER, a backup) holds the lock table", shard=shard.id)
+            return None
+
+
+def name_keys(keys: Iterable[str | bytes]) -> dict[bytes, str | bytes]:
+    """The different keys by their bytes, as the caller wrote them.
+
+    Raises:
+        InvalidKey: one is none.
+        ValueError: more than 1,000.
+    """
+    if isinstance(keys, str | bytes):
+        raise TypeError("lock_all takes several keys; this is one")
+    named = {encode(key): key for key in keys}
+    if len(named) > MAX_KEYS:
+        raise ValueError(f"lock_all takes at most {MAX_KEYS} keys, got {len(named)}")
+    return named
+
+
+def lock_all(core: Core, named: dict[bytes, str | bytes], timeout: float | None, *, confirm: bool) -> LockSet:
+    """Take the rows of all keys, blocking, and return their handles."""
+    if not named:
+        return LockSet({}, confirm=confirm)
+    rule = _strictest([core.config.class_of(raw) for raw in named])
+    deadline = Deadline(checked_timeout(timeout, rule.timeout))
+    asks: dict[int, Ask] = {}
+    members: dict[str | bytes, RowLock] = {}
+    for raw, key in named.items():
+        address = core.routing.route(raw)
+        if address.slot not in asks:
+            asks[address.slot] = Ask(core, raw, rule, deadline, wait=deadline.timeout > 0, alone=False)
+        refuse_frozen(asks[address.slot], raw)
+        members[key] = RowLock(core, key, raw, address, confirm=False)
+    try:
+        drive(take_rows([asks[slot] for slot in sorted(asks)]))
+        for member in members.values():
+            _attach(core, member, asks[member.address.slot])
+    except BaseException:
+        attached = {member.address.slot for member in members.values() if member.attached}
+        for ask in asks.values():
+            if ask.slot not in attached:
+                core.give_up(ask)
+        raise
+    for ask in asks.values():
+        if ask.hold is not None and ask.hold not in ask.owns:
+            record(ask.hold)
+        stats = ask.shard.stats
+        mode, outcome = (stats.local, "degraded") if ask.local else (stats.row, "acquired")
+        mode.ended(outcome, deadline.waited(), core.segment(ask.address.bucket))
+    return LockSet(members, confirm=confirm)
+
+
+def _attach(core: Core, member: RowLock, ask: Ask) -> None:
+    assert ask.hold is not None
+    if encode(member.key) != ask.key:
+        core.gates.add_key(ask.hold, encode(member.key))
+    member.attach(ask.hold)
+
+
+def _strictest(rules: Sequence[ResolvedClass]) -> ResolvedClass:
+    """One class as strict as each of these."""
+    for rule in rules:
+        require_row_mode(rule)
+    waiters = [rule.max_waiters for rule in rules if rule.max_waiters is not None]
+    return structs.replace(
+        rules[0],
+        on_outage="refuse" if any(rule.on_outage == "refuse" for rule in rules) else "local",
+        timeout=min(rule.timeout for rule in rules),
+        max_waiters=min(waiters, default=None),
+        frozen=any(rule.frozen for rule in rules),
+    )
+
+
+class LockSet:
+    """Several held row locks as one: their own context manager, degraded or lost if any of them is."""
+
+    def __init__(self, members: dict[str | bytes, RowLock], *, confirm: bool) -> None:
+        self._members = members
+        self._confirm = confirm
+
+    def __iter__(self) -> Iterator[RowLock]:
+        return iter(self._members.values())
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, key: str | bytes) -> RowLock:
+        return self._members[key]
+
+    @property
+    def tokens(self) -> dict[str | bytes, int]:
+        """The fencing token of each key.
+
+        Raises:
+            NoToken: a member is degraded.
+        """
+        return {key: member.token for key, member in self._members.items()}
+
+    @property
+    def degraded(self) -> bool:
+        """True if any member excludes this process only."""
+        return any(member.degraded for member in self._members.values())
+
+    @property
+    def lost(self) -> bool:
+        """True once any member is known to be lost; no I/O."""
+        return any(member.lost for member in self._members.values())
+
+    def on_lost(self, callback: Callable[[LossReason], object]) -> None:
+        """Have `callback(reason)` called once when the first member is lost; at once if one is."""
+        told: list[LossReason] = []
+
+        def once(reason: LossReason) -> None:
+            told.append(reason)
+            if len(told) == 1:
+                callback(reason)
+
+        for member in self._members.values():
+            member.on_lost(once)
+
+    def check(self) -> None:
+        """As `RowLock.check`, for every member."""
+        for member in self._members.values():
+            member.check()
+
+    def release(self, *, confirm: bool = False) -> None:
+        """Release every member that is not released yet, whatever happens to one of them.
+
+        Raises:
+            LockLost: of the first member that was lost.
+        """
+        first: LockLost | None = None
+        for member in reversed(self._members.values()):
+            if member.attached:
+                try:
+                    member.release(confirm=confirm)
+                except LockLost as lost:
+                    first = first or lost
+        if first is not None:
+            raise first
+
+    def __enter__(self) -> LockSet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.release(confirm=self._confirm)
+        except LockLost as lost:
+            if error is None:
+                raise
+            error.add_note(f"and a lock was lost meanwhile: {lost}")
