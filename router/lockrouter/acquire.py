@@ -34,8 +34,8 @@ from lockrouter.owners import describe, own_holds, running
 from lockrouter.pool import Exhausted, PoolClosed
 from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Reply, Rows
-from lockrouter.session import Answered, Gone, Session, Silent, State
-from lockrouter.sql.statements import MAX_STATEMENT_WAIT, probe_table
+from lockrouter.session import ROWS, Answered, Gone, Session, Silent, State
+from lockrouter.sql.statements import probe_table
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -99,6 +99,7 @@ class Ask(Request):
         reentrant: bool = True,
         shared: bool = False,
         alone: bool = True,
+        lane: int = ROWS,
     ) -> None:
         me = running()
         address = core.routing.route(key)
@@ -113,6 +114,7 @@ class Ask(Request):
         # The end of connecting and of everything else that is not waiting for another holder.
         self.io_until = deadline.at if wait else deadline.started + core.config.pool.connect_timeout
         self.reentrant = reentrant
+        self.lane = lane
         self.address: Address = address
         self.shard: Shard = core.shards[address.shard]
 
@@ -360,7 +362,7 @@ def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | Unlocked]:
     """One locking statement on one session; the session is idle again, or closed, unless it is a grant."""
     shard, address = ask.shard, ask.address
     releasing = ask.core.affinity.get(address.slot)
-    session = None if fresh else shard.pool.take(releasing)
+    session = None if fresh else shard.pool.take(releasing, ask.lane)
     if session is None:
         session = yield from _check_out(ask, fresh=fresh, prefer=releasing)
     ask.session = session
@@ -399,7 +401,7 @@ def lock_on(ask: Ask, session: Session) -> Operation[Hold | Unlocked | ShardErro
     patience = ask.shard.config.pool.connect_timeout
     sent_at = now()
     if ask.wait:
-        bound = max(0.001, min(MAX_STATEMENT_WAIT, ask.deadline.at - sent_at - _SERVER_MARGIN))
+        bound = max(0.001, min(session.longest_wait, ask.deadline.at - sent_at - _SERVER_MARGIN))
         packet = dialect.lock(address.table, address.slot, bound, ask.core.tag(ask.key), shared=ask.shared)
         until = min(max(ask.deadline.at, sent_at) + GRACE, sent_at + bound + patience)
     else:
@@ -418,7 +420,11 @@ def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Se
     beyond = any(hold.shard is shard and hold.session is not None for hold in ask.owns)
     until = ask.io_until
     try:
-        return (yield from shard.pool.check_out(until, wait=ask.wait, beyond=beyond, prefer=prefer, fresh=fresh))
+        return (
+            yield from shard.pool.check_out(
+                until, wait=ask.wait, beyond=beyond, prefer=prefer, fresh=fresh, lane=ask.lane
+            )
+        )
     except Exhausted:
         raise PoolTimeout(
             f"no free connection ({shard.pool.size} allowed) within {ask.deadline.waited():.3f} s", shard=shard.id

@@ -85,6 +85,13 @@ class Core:
             watcher.start(tasks)
             self.started = True
 
+    def ready(self) -> None:
+        """What every call does first: the background runs, and what was dropped is released."""
+        if not self.started or self.closed:
+            self.start()
+        if self.orphans:
+            self.reap()
+
     def close(self) -> None:
         """Refuse callers, wake waiters, wait `close_timeout` for holders, then end everything. Idempotent."""
         with self._lock:

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import re
 import secrets
-import socket
 import ssl
-import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +28,7 @@ from lockrouter.protocol.effects import CALL, Operation
 from lockrouter.protocol.packets import IN_TRANSACTION, Reply
 from lockrouter.protocol.wire import Wire
 from lockrouter.session import TRANSACTIONS, Session, State, authenticate, login, set_up
+from lockrouter.sql.statements import MAX_STATEMENT_WAIT
 
 if TYPE_CHECKING:
     from lockrouter.config import Endpoint, TransactionOptions
@@ -42,7 +41,7 @@ _HARMLESS = re.compile(
     r"|ROLLBACK\s+(?:WORK\s+)?TO\b)",
     re.IGNORECASE | re.DOTALL,
 )
-_COMMENTS_SHOWN = 4096
+_LOOKED_AT = 4096
 _ENDS_TRANSACTION = frozenset({1213, 1614})
 _SEND_TIMEOUT = 30
 _ASK_AGAIN = 1.0
@@ -50,6 +49,10 @@ _ASK_AGAIN = 1.0
 
 class Guard(Protocol):
     """Whoever a session is lent to."""
+
+    @property
+    def lost(self) -> bool:
+        """True once the lock is known to be lost; no I/O."""
 
     def refuse(self) -> None:
         """Raise if the lock is lost: nothing may be sent any more."""
@@ -68,7 +71,8 @@ class _Reader:
 
     def read(self, size: int) -> bytes:
         """Return `size` bytes, or fewer at the end of the stream; TimeoutError once the shard does not answer."""
-        while len(self._buffer) < size:
+        buffer = self._buffer
+        while len(buffer) < size:
             try:
                 data = self._wire.receive(now() + _ASK_AGAIN)
             except TimeoutError:
@@ -77,9 +81,9 @@ class _Reader:
                 continue
             if not data:
                 break
-            self._buffer += data
-        found = bytes(self._buffer[:size])
-        del self._buffer[:size]
+            buffer += data
+        found = bytes(buffer[:size])
+        del buffer[:size]
         return found
 
     def close(self) -> None:
@@ -87,56 +91,77 @@ class _Reader:
         self._buffer.clear()
 
 
-class GuardedConnection(Connection[Any]):
+class GuardedConnection(Connection):  # type: ignore[type-arg] - generic in the stubs alone
     """PyMySQL's connection of a lent session; see the module's rules."""
+
+    _result: Any
+    server_status: int
 
     def __init__(self, **arguments: Any) -> None:
         self.session: LentSession | None = None
         self.guard: Guard | None = None
-        # Set while the lender itself ends the transaction: that it ends then is no loss.
-        self.ending = False
-        self.tainted = False
-        self.in_flight = False
+        # While the lender itself ends the transaction, that it ends is no loss.
+        self.ending = self.finished = False
         self.commit_sent = False
-        self._doubtful: err.MySQLError | None = None
+        # Set by statements that may have changed more than rows.
+        self.tainted = False
+        self._in_flight = False
+        self._doubt: err.MySQLError | None = None
         self._savepoint: str | None = None
         super().__init__(client_flag=CLIENT.FOUND_ROWS, **arguments)
 
+    @property
+    def busy(self) -> bool:
+        """True between a command and the end of its reply, streamed results included."""
+        result = self._result
+        return self._in_flight and (result is None or result.unbuffered_active or bool(result.has_next))
+
     # -- lending ------------------------------------------------------------------------------------------------
 
-    def lend(self, guard: Guard) -> None:
+    def lend(self, guard: Guard, *, ending: bool = False) -> None:
         """Let the caller's SQL through, for a transaction that is open already."""
         self.guard = guard
-        self.ending = self.commit_sent = self.in_flight = False
-        self._doubtful = self._savepoint = None
+        self.ending = ending
+        self.finished = self.commit_sent = self._in_flight = False
+        self._doubt = self._savepoint = None
 
     def take_back(self) -> None:
-        """Refuse whatever comes from references the caller kept."""
+        """Refuse from now on whatever comes through references the caller kept."""
         self.guard = None
 
+    def undo(self) -> None:
+        """Roll back as the lender; afterwards whatever else wants to roll back finds it done."""
+        self.ending = True
+        if self.open:
+            super().rollback()
+        self.finished = True
+
     def prove(self) -> None:
-        """Return when the transaction is known to be the one that was lent; else `refuse` of the guard raises."""
-        if self._result is not None:
-            self._drain_results()
+        """Find out whether the transaction is still the one that was lent; if not, the guard knows afterwards."""
+        self._drain()
         savepoint, self._savepoint = self._savepoint, None
-        if savepoint is not None and self._doubtful is None:
+        if savepoint is not None and self._doubt is None:
             try:
-                super()._execute_command(COMMAND.COM_QUERY, f"RELEASE SAVEPOINT {savepoint}")  # type: ignore[misc]
-                super()._read_ok_packet()  # type: ignore[misc]
+                self._say(f"RELEASE SAVEPOINT {savepoint}")
             except err.MySQLError as error:
                 self._end(error)
-        doubtful, self._doubtful = self._doubtful, None
-        if doubtful is not None and self.guard is not None and self.open:
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None and self.open:
             super()._execute_command(COMMAND.COM_PING, "")  # type: ignore[misc]
             self._read_ok_packet()
-        self.in_flight = False
+        elif savepoint is not None:
+            self._replied()
 
-    def _drain_results(self) -> None:
+    def _drain(self) -> None:
         result = self._result
-        if result.unbuffered_active:
+        if result is not None and result.unbuffered_active:
             result._finish_unbuffered_query()
         while self._result is not None and self._result.has_next:
             self.next_result()
+
+    def _say(self, statement: str) -> None:
+        super()._execute_command(COMMAND.COM_QUERY, statement)  # type: ignore[misc]
+        super()._read_ok_packet()  # type: ignore[misc]
 
     def _end(self, cause: BaseException | None) -> None:
         if self.guard is not None and not self.ending:
@@ -152,43 +177,45 @@ class GuardedConnection(Connection[Any]):
             return
         if guard is None:
             raise err.InterfaceError(0, "the transaction that this connection was lent to is over")
+        self._drain()
         if not self.ending:
-            guard.refuse()
-            self.prove()
-            guard.refuse()
-            if command not in (COMMAND.COM_QUERY, COMMAND.COM_PING):
-                self.tainted = True
-            elif command == COMMAND.COM_QUERY:
-                self._look_at(sql)
+            self._permit(guard, command, sql)
         with session.mutex:
-            self.in_flight = True
+            self._in_flight = True
+            self._result = None
+        session.sent_at = now()
+        self.commit_sent = self.ending
         try:
-            sent_at = now()
             super()._execute_command(command, sql)  # type: ignore[misc]
-            self.commit_sent = self.ending
-            session.sent_at = sent_at
         except err.MySQLError as error:
+            self.commit_sent = False
             self._end(error)
             raise
 
-    def _look_at(self, sql: str | bytes) -> None:
-        text = sql[:_COMMENTS_SHOWN].decode("latin-1") if isinstance(sql, bytes) else sql[:_COMMENTS_SHOWN]
-        if _HARMLESS.match(text):
+    def _permit(self, guard: Guard, command: int, sql: str | bytes) -> None:
+        guard.refuse()
+        self.prove()
+        guard.refuse()
+        if command == COMMAND.COM_PING:
+            return
+        head = sql[:_LOOKED_AT]
+        text = head.decode("latin-1") if isinstance(head, bytes) else head
+        if command == COMMAND.COM_QUERY and _HARMLESS.match(text):
             return
         self.tainted = True
         savepoint = f"lockrouter_{secrets.token_hex(8)}"
-        super()._execute_command(COMMAND.COM_QUERY, f"SAVEPOINT {savepoint}")  # type: ignore[misc]
-        super()._read_ok_packet()  # type: ignore[misc]
+        self._say(f"SAVEPOINT {savepoint}")
         self._savepoint = savepoint
 
     def _read_packet(self, packet_type: Any = MysqlPacket) -> Any:
         try:
             packet = super()._read_packet(packet_type)  # type: ignore[misc]
         except err.MySQLError as error:
+            self._in_flight = False
             if not self.open or (error.args and error.args[0] in _ENDS_TRANSACTION):
                 self._end(error)
             else:
-                self._doubtful = error
+                self._doubt = error
             raise
         if self.session is not None:
             self.session.heard()
@@ -200,59 +227,52 @@ class GuardedConnection(Connection[Any]):
         return packet
 
     def _read_query_result(self, unbuffered: bool = False) -> Any:
-        rows = super()._read_query_result(unbuffered)  # type: ignore[misc]
-        result = self._result
-        if result.unbuffered_active or result.has_next:
-            return rows
-        if result.server_status is not None:
+        affected = super()._read_query_result(unbuffered)  # type: ignore[misc]
+        # A result with rows carries no status that PyMySQL keeps, and what returns rows ends no transaction alone.
+        if self._result.server_status is not None and not self._result.has_next:
             self._replied()
-        else:
-            self.in_flight = False
-        return rows
+        return affected
 
     def _replied(self) -> None:
-        self.in_flight = False
-        if not self.server_status & IN_TRANSACTION:  # type: ignore[attr-defined]
+        self._in_flight = False
+        if not self.server_status & IN_TRANSACTION:
             self._end(None)
 
     def _force_close(self) -> None:
         super()._force_close()  # type: ignore[misc]
         session = getattr(self, "session", None)
         if session is not None:
-            session.die()
             self._end(None)
+            session.die()
 
     def rollback(self) -> None:
-        """Roll back where there is still something to; the caller's own rollback ends the lock."""
-        if self.session is None or (self.open and self.guard is not None and not self._lost()):
+        """The caller's own ROLLBACK, which ends the lock; of a lost one the lender rolls back what is left."""
+        if self.guard is not None and not self.finished and (self.ending or not self.guard.lost):
             super().rollback()
 
-    def _lost(self) -> bool:
-        """A lost lock's transaction is rolled back by its lender alone."""
-        return self.tainted and self.session is not None and self.session.lost_to_guard
-
     def close(self) -> None:
-        """SQLAlchemy throws its connection away: the lender's own doing, or the end of the transaction."""
-        if self.session is not None and self.guard is not None and not self.ending:
+        """Nothing, if the lender is done with it; else the caller throws it away, and its transaction ends."""
+        if self.guard is not None and not self.ending:
             self._force_close()
 
 
 class LentSession(Session):
     """A session of a pool's other lane; between transactions it is like any other."""
 
-    __slots__ = ("connection", "idle", "lost_to_guard", "sent_at")
+    __slots__ = ("connection", "idle", "longest_wait", "sent_at")
 
     lane = TRANSACTIONS
 
-    def __init__(self, connection: GuardedConnection, idle: int, answers: Callable[[], bool]) -> None:
+    def __init__(
+        self, connection: GuardedConnection, options: TransactionOptions, answers: Callable[[], bool]
+    ) -> None:
         super().__init__(None, connection)
         self.connection = connection
-        self.idle = idle
+        self.idle = options.idle
+        # The session's own bound on lock waits, the caller's, must not be the first to fire while its row is waited for.
+        self.longest_wait = min(MAX_STATEMENT_WAIT, options.lock_wait - 0.5)
         self.sent_at = self.safe_from
-        self.lost_to_guard = False
-        if isinstance(self.wire.sock, socket.socket) and not isinstance(self.wire.sock, ssl.SSLSocket):
-            timeval = struct.pack("ll", _SEND_TIMEOUT, 0)
-            self.wire.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        self.wire.send_within(_SEND_TIMEOUT)
         raw: Any = connection
         raw._rfile = _Reader(self.wire, answers)
         raw._current_timeout = raw._read_timeout = raw._write_timeout = None
@@ -265,7 +285,7 @@ class LentSession(Session):
 
     def exchange(self, packet: bytes, until: float, *, more: bool = False) -> Operation[Reply]:
         """As `Session.exchange`; never between the caller's own statement and its reply."""
-        if self.connection.in_flight:
+        if self.connection.busy:
             raise RuntimeError("a statement of the transaction is still in flight on its connection")
         return (yield from super().exchange(packet, until, more=more))
 
@@ -273,7 +293,7 @@ class LentSession(Session):
         """While lent, look without reading: anything to read, and no command in flight, is the end."""
         if self.connection.guard is None:
             return super().drain()
-        if self.connection.in_flight or not self.wire.readable():
+        if self.connection.busy or not self.wire.readable():
             return True
         self.die()
         return False
@@ -286,7 +306,7 @@ class LentSession(Session):
         """As `Session.lost_reason`, by the bound of transactions, which does not run while a statement does."""
         if self.state is State.DEAD:
             return self.end
-        if not self.connection.in_flight and now() > self.safe_from + self.idle - 0.5:
+        if not self.connection.busy and now() > self.safe_from + self.idle - 0.5:
             return LossReason.SILENT
         return None
 
@@ -304,15 +324,13 @@ def open_lent(
         Answered, Gone, Silent: as `session.dial`, and for what the set-up says.
     """
     until = now() + seconds
-    session: LentSession = yield (CALL, lambda: _dial(endpoint, seconds, tls, options.idle, answers), None)
+
+    def dial() -> LentSession:
+        connection = GuardedConnection(**login(endpoint, seconds, tls))
+        authenticate(connection, endpoint, seconds)
+        return LentSession(connection, options, answers)
+
+    session: LentSession = yield (CALL, dial, None)
     setup = session.dialect.transaction_setup(options.isolation, options.time_zone, options.lock_wait, options.idle)
     yield from set_up(session, setup, until)
     return session
-
-
-def _dial(
-    endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, idle: int, answers: Callable[[], bool]
-) -> LentSession:
-    connection = GuardedConnection(**login(endpoint, seconds, tls))
-    authenticate(connection, endpoint, seconds)
-    return LentSession(connection, idle, answers)

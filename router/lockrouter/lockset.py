@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lockrouter.core import Core
     from lockrouter.shard import Shard
 
-__all__ = ["MAX_KEYS", "LockSet", "lock_all", "name_keys", "take_rows"]
+__all__ = ["MAX_KEYS", "LockSet", "lock_all", "name_keys", "strictest", "take_rows"]
 
 MAX_KEYS = 1000
 
@@ -56,12 +56,12 @@ def take_rows(asks: Sequence[Ask]) -> Operation[None]:
     """Take every row of `asks`, which are in slot order, without doubles; each has its hold afterwards, or none has.
 
     Raises:
-        WouldDeadlock: the caller holds a row already, and not all of these.
+        WouldDeadlock: the caller holds a row already, and not all of these; where they may not be entered again: one.
         Everything that taking one row raises.
     """
     core = asks[0].core
     holds_some = any(core.shards.get(hold.shard.id) is hold.shard for hold in asks[0].owns)
-    if holds_some and not core.gates.holds_all(asks):
+    if holds_some and asks[0].reentrant and not core.gates.holds_all(asks):
         raise WouldDeadlock("the caller holds a row lock already, and not all of these: take them together")
     while True:
         parties: dict[Shard, Party] = {}
@@ -105,7 +105,7 @@ def _undo(asks: Sequence[Ask], parties: dict[Shard, Party]) -> None:
 
 def _take(ask: Ask, parties: dict[Shard, Party]) -> Operation[None]:
     gates = ask.core.gates
-    place = gates.enter(ask, wait=ask.wait, max_waiters=ask.rule.max_waiters)
+    place = gates.enter(ask, wait=ask.wait, reentrant=ask.reentrant, max_waiters=ask.rule.max_waiters)
     if place is Place.BUSY:
         raise ask.timed_out(gates)
     if place is Place.QUEUED:
@@ -199,7 +199,7 @@ def lock_all(core: Core, named: dict[bytes, str | bytes], timeout: float | None,
     """Take the rows of all keys, blocking, and return their handles."""
     if not named:
         return LockSet({}, confirm=confirm)
-    rule = _strictest([core.config.class_of(raw) for raw in named])
+    rule = strictest([core.config.class_of(raw) for raw in named])
     deadline = Deadline(checked_timeout(timeout, rule.timeout))
     asks: dict[int, Ask] = {}
     members: dict[str | bytes, RowLock] = {}
@@ -235,7 +235,7 @@ def _attach(core: Core, member: RowLock, ask: Ask) -> None:
     member.attach(ask.hold)
 
 
-def _strictest(rules: Sequence[ResolvedClass]) -> ResolvedClass:
+def strictest(rules: Sequence[ResolvedClass]) -> ResolvedClass:
     """One class as strict as each of these."""
     for rule in rules:
         require_row_mode(rule)

@@ -88,15 +88,10 @@ class Pool:
             session = None if fresh else self._take_idle(prefer, lane)
             if session is None:
                 limit = self.size * 2 if beyond else self.size
-                if fresh and self._idle and self._total >= limit:
-                    stale = self._idle.pop(0)
-                    self.sessions.discard(stale)
-                    stale.die()
-                    self._total -= 1
                 if self._total < limit and not (self._queue and not beyond):
                     self._total += 1
-                elif (evicted := self._evict()) is not None:
-                    evicted.close()  # its place is the caller's; closing sends one packet and never waits
+                elif self._total <= limit and self._evict():
+                    pass  # nobody queues while a session is idle: the place is the caller's
                 elif beyond or not wait:
                     raise Exhausted
                 else:
@@ -108,10 +103,10 @@ class Pool:
             return session
         return (yield from self._open(until, lane))
 
-    def take(self, prefer: Session | None) -> Session | None:
+    def take(self, prefer: Session | None, lane: int = ROWS) -> Session | None:
         """Return an idle session at once, `prefer` if that is one; None: `check_out` has to say."""
         with self._lock:
-            return None if self._closed else self._take_idle(prefer, ROWS)
+            return None if self._closed else self._take_idle(prefer, lane)
 
     def _take_idle(self, prefer: Session | None, lane: int) -> Session | None:
         """Under `_lock`: a live idle session, looked at when it has been idle for long."""
@@ -128,14 +123,15 @@ class Pool:
             self.sessions.discard(session)
         return None
 
-    def _evict(self) -> Session | None:
-        """Under `_lock`: take out the idle session of any lane that was used least lately."""
+    def _evict(self) -> bool:
+        """Under `_lock`: end an idle session of any lane, to open another on its place."""
         for idle in self._idle:
             if idle:
                 session = idle.pop(0)
                 self.sessions.discard(session)
-                return session
-        return None
+                session.die()
+                return True
+        return False
 
     def _wait(self, claim: _Claim, until: float) -> Operation[Session | None]:
         try:

@@ -112,15 +112,8 @@ class LockRouter:
             Everything that `lock` raises.
         """
         named = name_keys(keys)
-        self._ready()
+        self._core.ready()
         return lock_all(self._core, named, timeout, confirm=confirm)
-
-    def _ready(self) -> None:
-        core = self._core
-        if not core.started or core.closed:
-            core.start()
-        if core.orphans:
-            core.reap()
 
     def _take(
         self, key: str | bytes, timeout: float | None, *, owner: Hashable, reentrant: bool, shared: bool, confirm: bool
@@ -130,7 +123,7 @@ class LockRouter:
         rule = core.config.class_of(raw)
         deadline = Deadline(checked_timeout(timeout, rule.timeout))
         require_row_mode(rule)
-        self._ready()
+        self._core.ready()
         ask = Ask(core, raw, rule, deadline, wait=deadline.timeout > 0, owner=owner, reentrant=reentrant, shared=shared)
         handle = RowLock(core, key, raw, ask.address, confirm=confirm)
         stats, segment = ask.shard.stats, core.segment(ask.address.bucket)

@@ -35,7 +35,7 @@ from lockrouter.protocol.packets import (
     Shapes,
 )
 from lockrouter.protocol.wire import Wire
-from lockrouter.sql.statements import Dialect, dialect_of
+from lockrouter.sql.statements import MAX_STATEMENT_WAIT, Dialect, dialect_of
 
 if TYPE_CHECKING:
     from lockrouter.config import Endpoint
@@ -131,6 +131,7 @@ class Session:
     )
 
     lane = ROWS
+    longest_wait = MAX_STATEMENT_WAIT
 
     def __init__(self, steady: Any, connection: Connection[Any], shapes: Shapes | None = None) -> None:
         self._steady = steady

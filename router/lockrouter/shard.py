@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockrouter.breaker import Breaker
 from lockrouter.control import Keeper, Rights, started_us
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason, ShardError, ShardUnavailable, TopologyMismatch
-from lockrouter.lent import open_lent
+from lockrouter.lent import LentSession, open_lent
 from lockrouter.metrics import ShardStats
 from lockrouter.pool import Pool
-from lockrouter.protocol.effects import SLEEP, Operation, Waiter
+from lockrouter.protocol.effects import CALL, SLEEP, Operation, Waiter
 from lockrouter.protocol.packets import PING, Shapes
 from lockrouter.routing import PROTOCOL, fingerprint
 from lockrouter.session import Answered, Gone, Session, Silent, State, open_session, single_row
@@ -63,6 +64,11 @@ class Shard:
         self.breaker = Breaker(config.breaker.failures, config.breaker.probe_after)
         self.pool = Pool(config.pool.size, self._open_for_rows, self._open_for_transactions)
         self.keeper = Keeper(self)
+        # What the callers' transactions are made with, and who makes it, of the first session opened for them.
+        self.engine: Any = None
+        self.prepare: Callable[[LentSession], None] | None = None
+        # Markers of transactions that are known to have committed: nobody will ask for them any more.
+        self.spent_markers: deque[bytes] = deque(maxlen=1000)
         self._watcher: Watcher | None = None
         self._tasks: dict[str, Task] = {}
 
@@ -136,6 +142,14 @@ class Shard:
         seconds = min(self.config.pool.connect_timeout, until - now())
         session = yield from open_lent(self.endpoint, seconds, self._tls, self.config.transaction, self._answers)
         yield from self._recognise(session, seconds)
+        if self.engine is None and self.prepare is not None:
+            prepare = self.prepare
+            yield from session.rollback(now() + max(seconds, 0.05))
+            try:
+                yield (CALL, lambda: prepare(session), None)
+            except BaseException:
+                session.die()
+                raise
         return session
 
     def _answers(self) -> bool:

@@ -30,8 +30,12 @@ class Wire:
         self._bound = 0.0
         self._least = 1
         sock.settimeout(None)
+        self.send_within(1)
+
+    def send_within(self, seconds: int) -> None:
+        """Bound how long the peer may refuse to take bytes."""
         if self._kernel:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
 
     def _set_bound(self, seconds: float) -> None:
         # In steps of 50 ms, rounded up: calls with the usual timeout then find the bound already set.

@@ -36,7 +36,6 @@ class Dialect:
     try_share_form: bytes
     busy_codes: frozenset[int]
     bound_code: int
-    long_lock_form: bytes
     row_session: str
     control_session: str
     transaction_session: str
@@ -48,10 +47,6 @@ class Dialect:
         """The packet that waits for a row at most `seconds` (1 ms to 30 s) on the server."""
         form = self.share_form if shared else self.lock_form
         return query(form % (_bound_ms(seconds), table, slot, tag))
-
-    def long_lock(self, table: int, slot: int, seconds: float, tag: bytes) -> bytes:
-        """As `lock`, in a session whose own lock waits may be shorter than `seconds`, as far as the vendor permits."""
-        return query(self.long_lock_form % (_bound_ms(seconds), table, slot, tag))
 
     def try_lock(self, table: int, slot: int, tag: bytes, *, shared: bool = False) -> bytes:
         """The packet that takes a row at once or says busy; a metadata lock ends it after 50 ms."""
@@ -96,9 +91,6 @@ MYSQL = Dialect(
     share_form=b"SELECT /*+ MAX_EXECUTION_TIME(%d) */ "
     + _GRANT_COLUMNS
     + b" FROM lock_%02d WHERE slot = %d FOR SHARE /* %s */",
-    long_lock_form=b"SELECT /*+ MAX_EXECUTION_TIME(%d) */ "
-    + _GRANT_COLUMNS
-    + b" FROM lock_%02d WHERE slot = %d FOR UPDATE /* %s */",
     try_form=b"SELECT /*+ MAX_EXECUTION_TIME(50) */ "
     + _GRANT_COLUMNS
     + b" FROM lock_%02d WHERE slot = %d FOR UPDATE NOWAIT /* %s */",
@@ -129,9 +121,6 @@ MARIADB = Dialect(
     share_form=b"SET STATEMENT max_statement_time = %de-3 FOR SELECT "
     + _GRANT_COLUMNS
     + b" FROM lock_%02d WHERE slot = %d LOCK IN SHARE MODE /* %s */",
-    long_lock_form=b"SET STATEMENT innodb_lock_wait_timeout = 31, max_statement_time = %de-3 FOR SELECT "
-    + _GRANT_COLUMNS
-    + b" FROM lock_%02d WHERE slot = %d FOR UPDATE /* %s */",
     try_form=b"SET STATEMENT innodb_lock_wait_timeout = 0, max_statement_time = 0.05 FOR SELECT "
     + _GRANT_COLUMNS
     + b" FROM lock_%02d WHERE slot = %d FOR UPDATE /* %s */",
