@@ -30,10 +30,12 @@ from lockrouter.errors import (
     TopologyMismatch,
     WouldDeadlock,
 )
+from lockrouter.lockin import LockIn
 from lockrouter.lockset import LockSet
 from lockrouter.router import LockRouter
 from lockrouter.routing import Address
 from lockrouter.rowlock import RowLock
+from lockrouter.transaction import Transaction, TransactionLock
 
 __all__ = [
     "Address",
@@ -43,6 +45,7 @@ __all__ = [
     "InProgress",
     "InvalidKey",
     "KeyCollision",
+    "LockIn",
     "LockLost",
     "LockRouter",
     "LockRouterError",
@@ -63,6 +66,8 @@ __all__ = [
     "ShardUnavailable",
     "Stale",
     "TopologyMismatch",
+    "Transaction",
+    "TransactionLock",
     "WouldDeadlock",
     "load",
 ]

@@ -4,7 +4,7 @@ The steps of `take_row`:
 
 1. Enter the gate of the row: nested, lead, or queued (then wait until lead, handed over, or the deadline).
 2. The lead asks its shard (`ask_shard`): a closed breaker, a session, one locking statement, bounded on the server.
-3. Only the complete and exact reply is a grant (`_judge`); everything else is rolled back, or its session closed,
+3. Only the complete and exact reply is a grant (`judge`); everything else is rolled back, or its session closed,
    before the caller hears anything.
 4. A shard that does not answer at all is degraded around, or refused, by the class of the key.
 """
@@ -51,6 +51,7 @@ __all__ = [
     "abandon",
     "ask_shard",
     "await_rights",
+    "judge",
     "lock_on",
     "queue_at",
     "refuse_frozen",
@@ -408,7 +409,7 @@ def lock_on(ask: Ask, session: Session) -> Operation[Hold | Unlocked | ShardErro
         packet = dialect.try_lock(address.table, address.slot, ask.core.tag(ask.key), shared=ask.shared)
         until = sent_at + _TRY_FOR + patience
     reply = yield from session.exchange(packet, until)
-    outcome = _judge(ask, session, reply, sent_at)
+    outcome = judge(ask, session, reply, sent_at)
     if isinstance(outcome, Hold) and now() - sent_at > _REFRESH_AFTER:
         # The server's patience with an idle holder began with this grant; ours began when the statement was sent.
         yield from session.ping(now() + patience)
@@ -448,7 +449,7 @@ def await_rights(ask: Ask) -> Operation[None]:
         shard.unwatch(waiter)
 
 
-def _judge(ask: Ask, session: Session, reply: Reply, sent_at: float) -> Hold | Unlocked | ShardError:
+def judge(ask: Ask, session: Session, reply: Reply, sent_at: float) -> Hold | Unlocked | ShardError:
     """Decide what a reply is; only the exact one is a hold."""
     if isinstance(reply, Err):
         return _judge_error(ask, session, reply)

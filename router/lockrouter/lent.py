@@ -19,8 +19,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pymysql import err
-from pymysql.connections import Connection, MysqlPacket
+from pymysql.connections import Connection
 from pymysql.constants import CLIENT, COMMAND
+from pymysql.protocol import MysqlPacket
 
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason
@@ -91,7 +92,7 @@ class _Reader:
         self._buffer.clear()
 
 
-class GuardedConnection(Connection):  # type: ignore[type-arg] - generic in the stubs alone
+class GuardedConnection(Connection):
     """PyMySQL's connection of a lent session; see the module's rules."""
 
     _result: Any
@@ -209,7 +210,7 @@ class GuardedConnection(Connection):  # type: ignore[type-arg] - generic in the 
 
     def _read_packet(self, packet_type: Any = MysqlPacket) -> Any:
         try:
-            packet = super()._read_packet(packet_type)  # type: ignore[misc]
+            packet = super()._read_packet(packet_type)  # type: ignore[no-untyped-call]
         except err.MySQLError as error:
             self._in_flight = False
             if not self.open or (error.args and error.args[0] in _ENDS_TRANSACTION):
@@ -263,13 +264,11 @@ class LentSession(Session):
 
     lane = TRANSACTIONS
 
-    def __init__(
-        self, connection: GuardedConnection, options: TransactionOptions, answers: Callable[[], bool]
-    ) -> None:
+    def __init__(self, connection: GuardedConnection, options: TransactionOptions, answers: Callable[[], bool]) -> None:
         super().__init__(None, connection)
         self.connection = connection
         self.idle = options.idle
-        # The session's own bound on lock waits, the caller's, must not be the first to fire while its row is waited for.
+        # The session's own bound on lock waits is the caller's, and must not be the first to fire for the lock row.
         self.longest_wait = min(MAX_STATEMENT_WAIT, options.lock_wait - 0.5)
         self.sent_at = self.safe_from
         self.wire.send_within(_SEND_TIMEOUT)

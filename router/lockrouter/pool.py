@@ -1,8 +1,8 @@
 """The sessions of one shard: at most `size` of them, given out last-in first-out, waited for first-in first-out.
 
 Row locks and transactions count together and use sessions of their own lane: an idle session of the other lane is
-closed to make room. Connections are opened by the caller that needs one, outside every mutex; a session that comes back goes to the
-longest waiter, who accepts or refuses it in one step, so that nothing is given to a caller that has left.
+closed to make room. Connections are opened by the caller that needs one, outside every mutex; a session that comes back
+goes to the longest waiter, who accepts or refuses it in one step, so that nothing is given to a caller that has left.
 """
 
 from __future__ import annotations

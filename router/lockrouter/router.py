@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -14,12 +14,21 @@ from lockrouter.config import RouterConfig, load
 from lockrouter.core import Core
 from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import LockTimeout, Overloaded, RouterClosed, ShardError
+from lockrouter.fencing import Target, fence
+from lockrouter.lockin import LockIn, lock_in
 from lockrouter.lockset import LockSet, lock_all, name_keys
 from lockrouter.owners import record
 from lockrouter.protocol.effects import WAIT, Operation, drive
+from lockrouter.rerun import run
 from lockrouter.routing import Address, encode
 from lockrouter.rowlock import RowLock
 from lockrouter.shard import Shard
+from lockrouter.transaction import Keys, Transaction
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
+Result = TypeVar("Result")
 
 __all__ = ["LockRouter"]
 
@@ -151,6 +160,83 @@ class LockRouter:
         else:
             stats.row.ended("acquired", deadline.waited(), segment)
         return handle, ask
+
+    def transaction(self, keys: Keys, timeout: float | None = None) -> Transaction:
+        """A context manager: a SQLAlchemy `Connection` in the very transaction that holds the row locks of `keys`.
+
+        The handle is in the connection's `info["lock"]`; `Session(bind=connection)` works. Leaving the block commits,
+        and waits for the reply; an error rolls back. Whatever ends the server's transaction before (a deadlock, DDL,
+        a COMMIT, a lost connection) poisons the block: every further statement raises `LockLost`, and so does leaving
+        it, even if the body swallowed the error. It never degrades. The body's idle time is bounded by
+        `[transaction]`'s `idle`.
+
+        Args:
+            keys: one key, or several that share a shard.
+            timeout: seconds for taking the locks; None: the shortest default of the keys' classes.
+
+        Raises:
+            CrossShard: the keys live on different shards.
+            WouldDeadlock: the caller holds one of the rows already.
+            LockLost: on leaving: the transaction had ended; nothing since its end was committed.
+            OutcomeUnknown: on leaving: the reply to COMMIT was lost. See `run`.
+            Everything that `lock` raises.
+        """
+        return Transaction(self._core, keys, timeout)
+
+    def run(
+        self, keys: Keys, work: Callable[[Connection], Result], attempts: int = 3, timeout: float | None = None
+    ) -> Result:
+        """Return `work(connection)`, done inside `transaction`, and repeated as a whole where that is safe.
+
+        It is repeated after a deadlock, after a loss, and after an unknown COMMIT that turned out not to have happened
+        (a marker row that the same transaction wrote tells), at most `attempts` times in all. So `work` must have no
+        effect outside its transaction that may not happen twice.
+
+        Args:
+            keys, timeout: as in `transaction`; the timeout is that of each attempt.
+
+        Raises:
+            LockLost: the last attempt was lost.
+            OutcomeUnknown: the shard did not answer the question whether the COMMIT happened.
+            Whatever `work` or `transaction` raises.
+        """
+        return run(self._core, keys, work, attempts=attempts, timeout=timeout)
+
+    def fence(self, connection: Target, key: str | bytes, token: int) -> None:
+        """Refuse a token that is older than one seen before, in the caller's own transaction on a protected database.
+
+        One statement on the table `fence` (`lockrouter init --fence URL` creates it), whose row stays locked until the
+        transaction ends; what follows in it is then ordered by the tokens. The same token passes again. Changes
+        `LAST_INSERT_ID()` of the session.
+
+        Args:
+            connection: a SQLAlchemy Connection or Session of the protected database, in a transaction.
+            token: of the lock or lease of `key`.
+
+        Raises:
+            Stale: a higher token was seen; roll back.
+            ConfigError: the connection is in autocommit.
+        """
+        fence(self._core.config.topology.name, connection, encode(key), token)
+
+    def lock_in(self, connection: Target, key: str | bytes, timeout: float | None = None) -> LockIn:
+        """Take the row lock of `key` inside the caller's own open transaction on that shard's database.
+
+        The caller's COMMIT or ROLLBACK frees it. It must be the transaction's first statement, or the transaction READ
+        COMMITTED, and not inside a savepoint. After an error, `LockTimeout` included, the row may be held until the
+        caller rolls back.
+
+        Args:
+            connection: a SQLAlchemy Connection or Session.
+            timeout: as in `lock`; looking at the session comes on top.
+
+        Raises:
+            ConfigError: autocommit, a savepoint, an older snapshot, another server or database than the shard's.
+            WouldDeadlock: the caller holds the row already, through another session.
+            LockLost: the server ended the caller's transaction meanwhile (a deadlock).
+            Everything that `lock` raises.
+        """
+        return lock_in(self._core, connection, key, timeout)
 
     def route(self, key: str | bytes) -> Address:
         """Where `key` lives: pure, no I/O, the same everywhere for the same key and map.

@@ -202,7 +202,8 @@ class Transaction:
     def _lend(self) -> Connection:
         session, engine = self._session, self.shard.engine
         session.end = LossReason.TRANSACTION_ENDED
-        pool = NullPool(lambda: session.connection, dialect=engine.dialect, reset_on_return=None)
+        raw: Any = session.connection
+        pool = NullPool(lambda: raw, dialect=engine.dialect, reset_on_return=None)
         session.connection.lend(self)
         connection = Connection(engine, pool.connect())
         connection.info["lock"] = TransactionLock(self, self._named)
@@ -243,6 +244,11 @@ class Transaction:
         key = self._holds[0][1]
         shown = self._core.shown(key)
         return LockLost(f"the transaction that held key {shown} is lost: {reason.value}", key=key, reason=reason)
+
+    def never_committed(self) -> LockLost:
+        """The error of a transaction whose COMMIT turned out not to have happened; it is lost afterwards."""
+        self._reason = LossReason.TRANSACTION_ENDED
+        return self._lost_error(self._reason)
 
     def check(self) -> None:
         """As `TransactionLock.check`."""

@@ -163,6 +163,7 @@ class Routers:
         router: Mapping[str, Any] | None = None,
         pool: Mapping[str, Any] | None = None,
         breaker: Mapping[str, Any] | None = None,
+        transaction: Mapping[str, Any] | None = None,
     ) -> RouterConfig:
         """The cluster's configuration with some fields changed, and with shards behind other ports."""
         config, replace = self.config, msgspec.structs.replace
@@ -181,6 +182,7 @@ class Routers:
             router=replace(config.router, **(router or {})),
             pool=replace(config.pool, **(pool or {})),
             breaker=replace(config.breaker, **(breaker or {})),
+            transaction=replace(config.transaction, **(transaction or {})),
         )
 
     def make(self, **changes: Any) -> LockRouter:

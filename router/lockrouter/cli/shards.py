@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from lockrouter.admin.fence import PASSWORD, init_fence
 from lockrouter.admin.finding import Finding
 from lockrouter.admin.init import init as create
 from lockrouter.admin.seed import seed as fill
@@ -29,11 +30,28 @@ Admin = Annotated[
     Path | None,
     typer.Option("--admin", metavar="FILE", help="The same shards with an administrator's credentials."),
 ]
+OptionalFile = Annotated[Path | None, typer.Argument(metavar="[FILE]", help="The shard file.", show_default=False)]
+Fence = Annotated[
+    str | None,
+    typer.Option(
+        "--fence",
+        metavar="URL",
+        help=f"Also create the table of a database protected by router.fence; its password may be in {PASSWORD}.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
-def init(file: File, admin: Admin = None) -> None:
+def init(file: OptionalFile = None, admin: Admin = None, fence: Fence = None) -> None:
     """Create databases, tables and the application's user with its grants. Repeatable; exit 1 if any was denied."""
+    if fence is not None:
+        with failing_clearly():
+            for place in init_fence(fence) or ["nothing to create"]:
+                typer.echo(f"fence: {place}")
+    if file is None:
+        if fence is None:
+            raise typer.BadParameter("give a shard file, or --fence URL, or both")
+        return
     with failing_clearly():
         reports = create(*_load(file, admin))
     for report in reports:
