@@ -3,11 +3,13 @@
 The row is locked through `Session.exchange`, like any row. Then the caller's own SQL goes through PyMySQL, and nothing
 may end the transaction unnoticed. `GuardedConnection` watches for it, whatever the caller does:
 
-1. Every OK says whether a transaction is open. None: it ended (COMMIT, ROLLBACK, DDL, ...).
-2. After an error, before anything else is sent, a PING's OK says it: no list of error codes can be complete.
-3. A statement that is not known to be harmless (CALL, BEGIN, SET, ...) is put behind a savepoint, which only the same
+1. A statement that would commit (COMMIT, BEGIN, DDL, ...) is not sent: what the caller did so far is rolled back
+   instead. Only the lender commits.
+2. Every OK says whether a transaction is open. None: it ended.
+3. After an error, before anything else is sent, a PING's OK says it: no list of error codes can be complete.
+4. A statement that is not known to be harmless (CALL, SET, ...) is put behind a savepoint, which only the same
    transaction can release afterwards; such a session is not used again.
-4. A connection that ended took the transaction along.
+5. A connection that ended took the transaction along.
 """
 
 from __future__ import annotations
@@ -42,10 +44,18 @@ _HARMLESS = re.compile(
     r"|ROLLBACK\s+(?:WORK\s+)?TO\b)",
     re.IGNORECASE | re.DOTALL,
 )
+_COMMITS = re.compile(
+    _COMMENTS + r"(?:(?:COMMIT|ALTER|TRUNCATE|RENAME|GRANT|REVOKE|ANALYZE|OPTIMIZE|REPAIR|FLUSH|RESET|INSTALL|UNINSTALL"
+    r"|XA)\b|BEGIN\b(?!\s+NOT\s+ATOMIC)|START\s+TRANSACTION\b|CREATE\b(?!\s+TEMPORARY)|DROP\b(?!\s+(?:TEMPORARY|PREPARE))"
+    r"|LOCK\s+(?:TABLES?|INSTANCE)\b|SET\b.*\bautocommit\b|SET\s+PASSWORD\b)",
+    re.IGNORECASE | re.DOTALL,
+)
 _LOOKED_AT = 4096
 _ENDS_TRANSACTION = frozenset({1213, 1614})
 _SEND_TIMEOUT = 30
 _ASK_AGAIN = 1.0
+_LONG = 4
+"""A statement is long from this part of the idle bound on."""
 
 
 class Guard(Protocol):
@@ -54,6 +64,10 @@ class Guard(Protocol):
     @property
     def lost(self) -> bool:
         """True once the lock is known to be lost; no I/O."""
+
+    @property
+    def lost_already(self) -> bool:
+        """As `lost`, but without looking at the clock."""
 
     def refuse(self) -> None:
         """Raise if the lock is lost: nothing may be sent any more."""
@@ -131,10 +145,13 @@ class GuardedConnection(Connection):
         self.guard = None
 
     def undo(self) -> None:
-        """Roll back as the lender; afterwards whatever else wants to roll back finds it done."""
+        """Roll back as the lender, or close; afterwards whatever else wants to roll back finds it done."""
         self.ending = True
-        if self.open:
-            super().rollback()
+        try:
+            if self.open and self.session is not None and self.session.state is not State.DEAD:
+                super().rollback()
+        except err.MySQLError:
+            self._force_close()  # the server rolls back when it sees the end of the stream
         self.finished = True
 
     def prove(self) -> None:
@@ -204,6 +221,10 @@ class GuardedConnection(Connection):
         if command == COMMAND.COM_QUERY and _HARMLESS.match(text):
             return
         self.tainted = True
+        if _COMMITS.match(text):
+            self._say("ROLLBACK")
+            self._end(err.ProgrammingError(f"{text.split(None, 1)[0]} would have committed; rolled back instead"))
+            guard.refuse()
         savepoint = f"lockrouter_{secrets.token_hex(8)}"
         self._say(f"SAVEPOINT {savepoint}")
         self._savepoint = savepoint
@@ -232,7 +253,20 @@ class GuardedConnection(Connection):
         # A result with rows carries no status that PyMySQL keeps, and what returns rows ends no transaction alone.
         if self._result.server_status is not None and not self._result.has_next:
             self._replied()
+        if self.guard is not None and not self.busy and not self.ending:
+            self._refresh(self.guard)
         return affected
+
+    def _refresh(self, guard: Guard) -> None:
+        """After a long statement, one PING: the server's patience began with its end, ours when it was sent."""
+        session = self.session
+        if session is None or now() - session.sent_at < session.idle / _LONG or guard.lost_already:
+            return
+        result, self._result = self._result, None
+        session.sent_at = now()
+        super()._execute_command(COMMAND.COM_PING, "")  # type: ignore[misc]
+        self._read_ok_packet()
+        self._result = result
 
     def _replied(self) -> None:
         self._in_flight = False

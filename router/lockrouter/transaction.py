@@ -226,6 +226,11 @@ class Transaction:
         """True once the lock is known to be lost; no I/O."""
         return self.reason() is not None
 
+    @property
+    def lost_already(self) -> bool:
+        """As `lost`, but without looking at the clock."""
+        return self._generation is not self._core.generation or any(hold.lost is not None for hold, _ in self._holds)
+
     def refuse(self) -> None:
         """Raise LockLost if the lock is lost: nothing may be sent any more."""
         reason = self.reason()
@@ -286,6 +291,7 @@ class Transaction:
     def _commit(self) -> None:
         raw = self._raw
         try:
+            self.refuse()
             raw.prove()
             if raw.open and self._session.wire.readable():
                 raw._force_close()  # the server has ended it, and nothing was committed
@@ -332,20 +338,18 @@ class Transaction:
     def _roll_back(self, error: BaseException) -> None:
         """Roll back; where the transaction was lost, that is the error of the block, unless the body had its own."""
         raw = self._raw
-        proven: BaseException | None = None
         try:
             if not self.lost and raw.open:
                 raw.prove()
-            raw.undo()
         except err.MySQLError as failed:
-            proven = failed  # the connection is gone, and the transaction with it
+            self.ended(failed)  # the connection is gone, and the transaction with it
+        raw.undo()
         reason = self.reason()
         if reason is None or isinstance(error, LockLost):
             return
         if isinstance(error, DBAPIError | err.MySQLError):
             raise self._lost_error(reason) from error
-        lost = self._lost_error(reason)
-        error.add_note(f"and meanwhile {lost}{f' ({proven})' if proven else ''}")
+        error.add_note(f"and meanwhile {self._lost_error(reason)}")
 
     def _free(self) -> None:
         """Give the session back, or close it, and open the gates, whatever happened."""
@@ -386,7 +390,7 @@ class Transaction:
 class _Nobody:
     """The guard of a connection that holds nothing."""
 
-    lost = False
+    lost = lost_already = False
 
     def refuse(self) -> None:
         """Let everything pass."""
