@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from lockrouter.claim import TransactionLock
 from lockrouter.config import RouterConfig, load
 from lockrouter.errors import (
     ConfigError,
@@ -35,7 +36,7 @@ from lockrouter.lockset import LockSet
 from lockrouter.router import LockRouter
 from lockrouter.routing import Address
 from lockrouter.rowlock import RowLock
-from lockrouter.transaction import Transaction, TransactionLock
+from lockrouter.transaction import Transaction
 
 __all__ = [
     "Address",

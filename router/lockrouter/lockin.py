@@ -6,7 +6,7 @@ The steps of `lock_in`:
    could be older than the lock.
 2. The gate of the row, as for every lock, so that cycles of waiting inside the process are found.
 3. The locking statement, in the caller's transaction; its reply is judged like any grant.
-4. SQLAlchemy's events of the end of the transaction open the gate: a hint only, the row itself is the server's to free.
+4. The end of the transaction opens the gate (`inside`): a hint only, the row itself is the server's to free.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
-from sqlalchemy import Connection, event
-from sqlalchemy.engine import Engine
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.pool import Pool
 
 from lockrouter.acquire import Ask, Unlocked, await_rights, judge, queue_at, refuse_frozen, require_row_mode
 from lockrouter.control import started_us
@@ -25,7 +23,8 @@ from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import ConfigError, LockLost, LossReason, ShardError, ShardUnavailable
 from lockrouter.fencing import Target, autocommits, connection_of
 from lockrouter.gate import Hold, Place
-from lockrouter.owners import forget, record
+from lockrouter.inside import Inside, inside_of, watch
+from lockrouter.owners import record
 from lockrouter.protocol.effects import drive
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Rows
 from lockrouter.routing import encode
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LockIn", "lock_in"]
 
-_INFO = "lockrouter_held"
 _READ_COMMITTED = ("READ-COMMITTED", "READ-UNCOMMITTED")
 _ENDED_CODES = frozenset({1020, 1213})
 _MARGIN = 0.005
@@ -48,47 +46,12 @@ _HEADER = 5
 """Bytes of a packet before its statement."""
 
 
-class _Inside:
-    """What one transaction of a caller holds; in the `info` of its DBAPI connection until the transaction ends."""
-
-    def __init__(self, core: Core) -> None:
-        self.core = core
-        self.generation = core.generation
-        self.held: list[tuple[Hold, bytes]] = []
-        self.over = False
-
-    def enter(self, ask: Ask) -> Hold | None:
-        """The hold of the same row in this same transaction, counted once more."""
-        for hold, _ in self.held:
-            if hold.slot == ask.slot and hold.lost is None:
-                self.core.gates.add_key(hold, ask.key)
-                return hold
-        return None
-
-    def end(self) -> None:
-        """Open the gates; the rows themselves the server frees."""
-        self.over = True
-        held, self.held = self.held, []
-        core = self.core
-        if core.generation is not self.generation:
-            return
-        for hold, key in reversed(held):
-            forget(hold)
-            if core.gates.uncount(hold, key):
-                hold.shard.stats.transaction.released(now() - hold.granted_at)
-                core.gates.leave(hold)
-        for hold, _ in held:
-            if hold.count:
-                # Handles that were nested inside outlive the transaction: the last of them opens the gate.
-                core.lose_hold(hold, LossReason.TRANSACTION_ENDED)
-
-
 class LockIn:
     """A row lock that ends with the caller's transaction; it has no release of its own."""
 
     degraded = False
 
-    def __init__(self, core: Core, key: str | bytes, raw: bytes, address: Address, hold: Hold, inside: _Inside) -> None:
+    def __init__(self, core: Core, key: str | bytes, raw: bytes, address: Address, hold: Hold, inside: Inside) -> None:
         self._core = core
         self._generation = core.generation
         self._hold = hold
@@ -126,12 +89,12 @@ def lock_in(core: Core, target: Target, key: str | bytes, timeout: float | None)
     ask = Ask(core, raw, rule, deadline, wait=deadline.timeout > 0, alone=False)
     refuse_frozen(ask, raw)
     connection = connection_of(target)
-    inside = _inside(connection, core)
+    inside = inside_of(connection, core)
     hold = inside.enter(ask)
     if hold is None:
         _await_primary(ask)
         seen = _look(connection, ask.shard)
-        _watch(connection)
+        watch(connection)
         hold = _take(ask, connection, seen)
     inside.held.append((hold, raw))
     if hold not in ask.owns:
@@ -257,52 +220,3 @@ def _send(ask: Ask, connection: Connection, dialect: Dialect) -> tuple[Rows | Er
             raise
         return Err(arguments[0], str(arguments[1]), False), error
     return Rows([tuple(_bytes(value) for value in row) for row in rows], IN_TRANSACTION), None
-
-
-# -- the end of the caller's transaction ----------------------------------------------------------------------------
-
-
-def _inside(connection: Connection, core: Core) -> _Inside:
-    inside = connection.info.get(_INFO)
-    if inside is None or inside.over or inside.generation is not core.generation:
-        inside = connection.info[_INFO] = _Inside(core)
-    found: _Inside = inside
-    return found
-
-
-def _watch(connection: Connection) -> None:
-    """Hear of every way in which a transaction of this engine's connections can end."""
-    engine: Engine = connection.engine
-    if not event.contains(engine, "commit", _on_end):
-        event.listen(engine, "commit", _on_end)
-        event.listen(engine, "rollback", _on_end)
-        event.listen(engine, "commit_twophase", _on_end_twophase)
-        event.listen(engine, "rollback_twophase", _on_end_twophase)
-    pool: Pool = engine.pool
-    if not event.contains(pool, "checkin", _on_return):
-        event.listen(pool, "checkin", _on_return)
-        event.listen(pool, "close", _on_return)
-        event.listen(pool, "invalidate", _on_invalidate)
-
-
-def _on_end(connection: Connection) -> None:
-    if not connection.closed and not connection.invalidated:
-        _end(connection.info)
-
-
-def _on_end_twophase(connection: Connection, xid: object, is_prepared: bool) -> None:
-    _on_end(connection)
-
-
-def _on_return(dbapi_connection: object, record: Any) -> None:
-    _end(record.info)
-
-
-def _on_invalidate(dbapi_connection: object, record: Any, error: BaseException | None) -> None:
-    _end(record.info)
-
-
-def _end(info: dict[str, Any]) -> None:
-    inside: _Inside | None = info.pop(_INFO, None)
-    if inside is not None:
-        inside.end()

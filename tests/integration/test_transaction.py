@@ -278,7 +278,7 @@ def test_pool_is_shared_with_row_locks(routers: Routers, server: Observer) -> No
 
 
 def _hold_two(router: LockRouter, keys: list[str]) -> str:
-    held = [in_thread(lambda key=key: router.lock(key, timeout=5.0)).result() for key in keys[:2]]
+    held = [in_thread(lambda: router.lock(key, timeout=5.0)).result() for key in keys[:2]]  # noqa: B023 - called now
     try:
         with pytest.raises(PoolTimeout), router.transaction(keys[2], timeout=0.2):
             pass
@@ -451,9 +451,15 @@ def test_a_connection_killed_inside_a_statement(
     with pytest.raises(LockLost), router.transaction(key) as connection:
         pay(connection, 0, -10)
         number = connection.execute(text("SELECT CONNECTION_ID()")).scalar_one()
-        threading.Timer(0.2, server.kill, (number,)).start()
+
+        def kill() -> None:
+            time.sleep(0.2)
+            server.kill(number)
+
+        killer = in_thread(kill)
         with pytest.raises(DBAPIError):
             execute(connection, "SELECT SLEEP(20)")
+        killer.result()
         with pytest.raises(LockLost):
             pay(connection, 1, 10)
     assert accounts.balances()[:2] == [100, 100]

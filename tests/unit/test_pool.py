@@ -296,7 +296,7 @@ def test_an_opening_that_takes_its_time_delays_nobody_else(server: Server, pool:
         entered.set()
         return (yield from server.open_one(until))
 
-    pool._open_one = open_one
+    pool._openers = (open_one,)
     opened: list[Session] = []
     thread = threading.Thread(target=lambda: opened.append(drive(pool.check_out(now() + 20))))
     thread.start()

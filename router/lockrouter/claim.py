@@ -1,0 +1,192 @@
+"""The rows of one transaction: taken together on one session of their own lane, and given back together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from lockrouter.acquire import Ask, refuse_frozen
+from lockrouter.deadline import Deadline, now
+from lockrouter.errors import LockTimeout, LossReason, Overloaded, ShardError
+from lockrouter.gate import Hold
+from lockrouter.lent import LentSession
+from lockrouter.lockset import take_rows
+from lockrouter.owners import forget, record
+from lockrouter.protocol.effects import drive
+from lockrouter.session import TRANSACTIONS, State
+
+if TYPE_CHECKING:
+    from lockrouter.config import ResolvedClass
+    from lockrouter.core import Core
+    from lockrouter.routing import Address
+    from lockrouter.shard import Shard
+    from lockrouter.transaction import Transaction
+
+__all__ = ["Claim", "TransactionLock"]
+
+
+class Claim:
+    """What a transaction asks for, and from `take` to `give_back` holds."""
+
+    def __init__(self, core: Core, shard: Shard, named: Mapping[bytes, str | bytes], rule: ResolvedClass) -> None:
+        self.core = core
+        self.shard = shard
+        self._named = named
+        self._rule = rule
+        self._asks: dict[int, Ask] = {}
+        # One entry for each key; several may share a hold, as they share its row.
+        self._held: list[tuple[Hold, bytes]] = []
+
+    @property
+    def session(self) -> LentSession:
+        """The one session that all rows are held through."""
+        session = self.first.session
+        assert isinstance(session, LentSession)
+        return session
+
+    @property
+    def first(self) -> Hold:
+        """The hold of the lowest row."""
+        return self._held[0][0]
+
+    @property
+    def holds(self) -> list[Hold]:
+        """One hold for each row, in the order they were taken."""
+        return [hold for hold, key in self._held if key == hold.key]
+
+    def take(self, deadline: Deadline) -> None:
+        """Take all rows or none; entered once."""
+        for raw in self._named:
+            slot = self.core.routing.route(raw).slot
+            if slot not in self._asks:
+                self._asks[slot] = self._ask(raw, deadline)
+            refuse_frozen(self._asks[slot], raw)
+        asks = [self._asks[slot] for slot in sorted(self._asks)]
+        outcome = "error"
+        try:
+            drive(take_rows(asks))
+            self._record(asks)
+            outcome = "acquired"
+        except BaseException as error:
+            outcome = self._outcome(error)
+            self._forsake(asks)
+            raise
+        finally:
+            for ask in asks:
+                segment = self.core.segment(ask.address.bucket)
+                self.shard.stats.transaction.ended(outcome, deadline.waited(), segment)
+
+    def _ask(self, raw: bytes, deadline: Deadline) -> Ask:
+        wait = deadline.timeout > 0
+        return Ask(self.core, raw, self._rule, deadline, wait=wait, reentrant=False, alone=False, lane=TRANSACTIONS)
+
+    def _outcome(self, error: BaseException) -> str:
+        if isinstance(error, LockTimeout):
+            return "timeout"
+        refused = isinstance(error, Overloaded) or (isinstance(error, ShardError) and not self.shard.breaker.closed)
+        return "refused" if refused else "error"
+
+    def _record(self, asks: list[Ask]) -> None:
+        for ask in asks:
+            hold = ask.hold
+            assert hold is not None
+            hold.mode = "transaction"
+            self._held.append((hold, ask.key))
+            record(hold)
+        for raw in self._named:
+            hold = self.hold_of(raw)
+            if raw not in hold.keys:
+                self.core.gates.add_key(hold, raw)
+                self._held.append((hold, raw))
+
+    def _forsake(self, asks: list[Ask]) -> None:
+        """Release what an interrupt left without a block to leave."""
+        held, self._held = self._held, []
+        for hold, key in held:
+            if self.core.gates.uncount(hold, key):
+                self.core.free(hold)
+        for ask in asks:
+            if not any(ask.hold is hold for hold, _ in held):
+                self.core.give_up(ask)
+
+    def hold_of(self, raw: bytes) -> Hold:
+        """The hold of a key's row."""
+        hold = self._asks[self.core.routing.route(raw).slot].hold
+        assert hold is not None
+        return hold
+
+    def token_of(self, raw: bytes) -> int:
+        """The fencing token of a key."""
+        return self.core.gates.token_of(self.hold_of(raw), raw)
+
+    def loss(self) -> LossReason | None:
+        """Why the rows are lost, or None; no I/O."""
+        return next((reason for hold in self.holds if (reason := self.core.loss_of(hold)) is not None), None)
+
+    def lose(self, reason: LossReason) -> None:
+        """Mark all rows as lost."""
+        for hold in self.holds:
+            self.core.lose_hold(hold, reason)
+
+    def give_back(self) -> None:
+        """Return the session, which is idle or dead, and open the gates, latest first."""
+        core, session, holds = self.core, self.session, self.holds
+        held = now() - self.first.granted_at
+        last = False
+        for hold, key in self._held:
+            forget(hold)
+            last = core.gates.uncount(hold, key)
+        for _ in holds:
+            self.shard.stats.transaction.released(held)
+        if last:
+            session.hold = None
+            self.shard.pool.give_back(session)
+            for hold in reversed(holds):
+                core.gates.leave(hold)
+            return
+        # Handles that were nested inside outlive the transaction: the last of them frees the rows.
+        session.die()
+        assert session.state is State.DEAD
+        self.lose(LossReason.TRANSACTION_ENDED)
+
+
+class TransactionLock:
+    """The lock of a transaction block, in its connection's `info["lock"]`; the block's end is its only release."""
+
+    degraded = False
+
+    def __init__(self, transaction: Transaction, named: Mapping[bytes, str | bytes]) -> None:
+        claim = transaction.claim
+        self._transaction = transaction
+        self.keys = tuple(named.values())
+        self.addresses: dict[str | bytes, Address] = {key: claim.core.routing.route(raw) for raw, key in named.items()}
+        self.tokens: dict[str | bytes, int] = {key: claim.token_of(raw) for raw, key in named.items()}
+        self.token = max(self.tokens.values())
+        """Greater than that of every earlier holder of any of the keys, and lower than every later one's."""
+
+    @property
+    def key(self) -> str | bytes:
+        """The key, or the first of several."""
+        return self.keys[0]
+
+    @property
+    def address(self) -> Address:
+        """Where the row of `key` is."""
+        return self.addresses[self.keys[0]]
+
+    @property
+    def lost(self) -> bool:
+        """True once the lock is known to have ended under its holder; no I/O."""
+        return self._transaction.lost
+
+    def check(self) -> None:
+        """Ask the server, in one round trip: afterwards the rows were held, on a writable primary, a moment ago.
+
+        Raises:
+            LockLost: they are not.
+        """
+        self._transaction.check()
+
+    def on_lost(self, callback: Callable[[LossReason], object]) -> None:
+        """Have `callback(reason)` called once when the lock is lost, on a thread of its own; at once if it is lost."""
+        self._transaction.on_lost(callback)
