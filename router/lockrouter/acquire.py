@@ -35,7 +35,7 @@ from lockrouter.pool import Exhausted, PoolClosed
 from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Reply, Rows
 from lockrouter.session import ROWS, Answered, Gone, Session, Silent, State
-from lockrouter.sql.statements import probe_table
+from lockrouter.sql.statements import MAX_STATEMENT_WAIT, probe_table
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -402,7 +402,7 @@ def lock_on(ask: Ask, session: Session) -> Operation[Hold | Unlocked | ShardErro
     patience = ask.shard.config.pool.connect_timeout
     sent_at = now()
     if ask.wait:
-        bound = max(0.001, min(session.longest_wait, ask.deadline.at - sent_at - _SERVER_MARGIN))
+        bound = max(0.001, min(MAX_STATEMENT_WAIT, session.longest_wait, ask.deadline.at - sent_at - _SERVER_MARGIN))
         packet = dialect.lock(address.table, address.slot, bound, ask.core.tag(ask.key), shared=ask.shared)
         until = min(max(ask.deadline.at, sent_at) + GRACE, sent_at + bound + patience)
     else:
