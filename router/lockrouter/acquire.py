@@ -34,7 +34,7 @@ from lockrouter.owners import describe, own_holds, running
 from lockrouter.pool import Exhausted, PoolClosed
 from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Reply, Rows
-from lockrouter.session import Answered, Gone, Session, Silent, State
+from lockrouter.session import Answered, Gone, Session, Silent, State, driver_error
 from lockrouter.sql.statements import MAX_STATEMENT_WAIT, probe_table
 
 if TYPE_CHECKING:
@@ -267,14 +267,17 @@ def ask_shard(ask: Ask) -> Operation[Hold | None]:
         try:
             outcome = yield from _attempt(ask, fresh=fresh)
         except Gone as gone:
-            if ask.session is not None and not ask.session.fresh:
-                # A pooled session the server had closed: no fault, and its fellows may be closed too.
-                _drop(ask)
-                shard.pool.purge()
-                fresh = True
+            if ask.session is None:
+                faults = yield from _faulted(ask, gone, faults)
                 continue
+            # An established session that the server ended, idle or by a KILL: no fault. Its fellows may be closed too.
             _drop(ask)
-            faults = yield from _faulted(ask, gone, faults)
+            shard.pool.purge()
+            if fresh:
+                yield from _pause(ask)
+            if fresh and (ask.deadline.left() <= 0 or not ask.wait):
+                raise ShardUnavailable(f"ended the connection: {gone}", shard=shard.id) from driver_error(gone)
+            fresh = True
             continue
         except Silent as silent:
             _drop(ask, kill=True)
@@ -282,7 +285,7 @@ def ask_shard(ask: Ask) -> Operation[Hold | None]:
             continue
         except Answered as answered:
             if answered.code not in _CROWDED_CODES or not ask.wait or faults >= shard.config.breaker.retries:
-                raise _shard_error(shard, answered) from answered
+                raise _shard_error(shard, answered) from driver_error(answered)
             faults += 1
             yield from _pause(ask)
             continue
@@ -309,9 +312,11 @@ def _faulted(ask: Ask, error: Gone | Silent, faults: int) -> Operation[int]:
     shard = ask.shard
     shard.fault(error)
     if shard.breaker.closed and (faults >= shard.config.breaker.retries or ask.deadline.left() <= 0):
-        raise ShardUnavailable(f"does not answer: {error}", shard=shard.id) from error
+        raise ShardUnavailable(f"does not answer: {error}", shard=shard.id) from driver_error(error)
     if shard.breaker.closed:
         yield from _pause(ask)
+        if ask.wait and ask.deadline.left() <= 0:
+            raise ShardUnavailable(f"does not answer: {error}", shard=shard.id) from driver_error(error)
     return faults + 1
 
 
@@ -320,7 +325,7 @@ def _silent(ask: Ask, error: Silent, faults: int) -> Operation[int]:
     if ask.deadline.left() > 0 or not ask.wait:
         return (yield from _faulted(ask, error, faults))
     ask.shard.poke_control()
-    raise ShardUnavailable("did not answer within the caller's timeout", shard=ask.shard.id) from error
+    raise ShardUnavailable("did not answer within the caller's timeout", shard=ask.shard.id) from driver_error(error)
 
 
 def _pause(ask: Ask) -> Operation[None]:
@@ -331,7 +336,7 @@ def _pause(ask: Ask) -> Operation[None]:
 def _give_up_waiting(ask: Ask, outcome: Unlocked, *, stalled: bool) -> Operation[NoReturn]:
     shard = ask.shard
     if outcome is Unlocked.SUSPENDED:
-        raise shard.unready_error() from shard.cause
+        raise shard.unready_error()
     if not stalled and ask.wait:
         stalled = yield from _metadata_locked(ask)
     if stalled:
@@ -425,9 +430,9 @@ def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Se
         ) from None
     except PoolClosed:
         raise RouterClosed("the router is closed") from None
-    except (Gone, Silent) as error:
+    except Silent as error:
         if ask.wait and ask.deadline.left() <= 0:
-            raise PoolTimeout("could not connect within the caller's timeout", shard=shard.id) from error
+            raise PoolTimeout("could not connect within the caller's timeout", shard=shard.id) from driver_error(error)
         raise
 
 
@@ -521,7 +526,7 @@ def _shard_error(shard: Shard, error: Answered) -> ShardError:
         if error.code in _READ_ONLY_CODES:
             shard.poke_control()
         made = ShardUnavailable(str(error), shard=shard.id)
-    made.__cause__ = error
+    made.__cause__ = driver_error(error)
     return made
 
 
@@ -529,11 +534,13 @@ def _in_outage(ask: Ask) -> Operation[Hold | None]:
     """The breaker is open: refuse, or exclude this process only, as the key's class says."""
     shard, core = ask.shard, ask.core
     if shard.breaker.refusal is not None:
-        raise ShardUnavailable(shard.breaker.refusal, shard=shard.id)
+        raise ShardUnavailable(shard.breaker.refusal, shard=shard.id) from shard.cause
     if ask.rule.on_outage == "refuse":
-        raise ShardUnavailable("does not answer, its breaker is open", shard=shard.id) from shard.cause
+        raise ShardUnavailable(f"does not answer, its breaker is open: {shard.cause}", shard=shard.id) from shard.cause
     if core.storm():
-        raise ShardUnavailable("does not answer, and neither does most of the topology", shard=shard.id)
+        raise ShardUnavailable(
+            "does not answer, and neither does most of the topology", shard=shard.id
+        ) from shard.cause
     gates = core.local_gates
     request = Request(ask.address.slot, ask.key, ask.thing, None, ())
     request.shared = ask.shared

@@ -158,7 +158,7 @@ class Keeper:
             try:
                 yield from self._read()
             except Answered as error:
-                shard.refuse(str(error))
+                shard.refuse(str(error), error=error)
             except Gone as error:
                 if self._reused:
                     # The server closed a connection that had been idle: it says nothing of the server. Ask again.

@@ -63,7 +63,9 @@ class Core:
         self.shards = {shard.id: Shard(config, shard, on_demoted=self._demoted) for shard in config.shards}
         # Rows whose ROLLBACK is on its way, and the session it went out on: the next request should follow it there.
         self.affinity: dict[int, Session] = {}
+        # What dropped handles hold, and what an interrupt has left half released; see `reap`.
         self.orphans: deque[tuple[Hold, bytes]] = deque()
+        self.unfinished: deque[Hold] = deque()
         self._watcher: Watcher | None = None
         self.metrics = Metrics.of(self._registry)
 
@@ -161,6 +163,13 @@ class Core:
 
     def free(self, hold: Hold) -> None:
         """Free the row of a hold without handles: handed over, or its ROLLBACK on the way, or its session closed."""
+        try:
+            self._free(hold)
+        except BaseException:
+            self.unfinished.append(hold)
+            raise
+
+    def _free(self, hold: Hold) -> None:
         shard: Shard = hold.shard
         held = now() - hold.granted_at
         if hold.session is None:
@@ -224,7 +233,12 @@ class Core:
                 del self.affinity[slot]
 
     def reap(self) -> None:
-        """Release what dropped handles held."""
+        """Release what dropped handles held, and finish releases that were interrupted."""
+        while self.unfinished:
+            try:
+                self._finish(self.unfinished.popleft())
+            except IndexError:
+                return
         while self.orphans:
             try:
                 hold, key = self.orphans.popleft()
@@ -232,6 +246,16 @@ class Core:
                 return
             if self.gates.uncount(hold, key):
                 self.free(hold)
+
+    def _finish(self, hold: Hold) -> None:
+        holds = hold.party.holds if hold.party is not None else [hold]
+        session = hold.session
+        if session is not None and session.lease == hold.lease and session.hold in (None, hold, hold.party):
+            session.die()
+            hold.shard.pool.give_back(session)
+        for one in reversed(holds):
+            self.local_gates.leave(one)
+            self.gates.leave(one)
 
     # -- loss ---------------------------------------------------------------------------------------------------
 

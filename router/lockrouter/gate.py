@@ -75,6 +75,7 @@ class Hold:
         self.owner = owner
         self.shard = shard
         self.session = session
+        self.lease = session.lease if session is not None else 0
         self.degraded = session is None
         self.base = base
         self.passes = passes
@@ -216,6 +217,7 @@ class Gates:
             gate = self._gates.get(request.slot)
             if gate is None:
                 gate = self._gates[request.slot] = _Gate()
+            if not gate.queue and gate.admits(request) and not gate.readers:
                 gate.make_lead(request)
                 return _LEAD
             own = gate.own(request)

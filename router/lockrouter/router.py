@@ -148,7 +148,9 @@ class LockRouter:
             stats.row.ended("refused" if refused else "error", deadline.waited(), segment)
             raise
         except BaseException:
-            if not handle.attached:
+            if handle.attached:
+                handle.discard()
+            else:
                 core.give_up(ask)
             raise
         if hold.thing is ask.thing and hold not in ask.owns:

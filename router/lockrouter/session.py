@@ -40,7 +40,7 @@ from lockrouter.sql.statements import Dialect, dialect_of
 if TYPE_CHECKING:
     from lockrouter.config import Endpoint
 
-__all__ = ["Answered", "Gone", "Incarnation", "Session", "Silent", "State", "dial", "open_session"]
+__all__ = ["Answered", "Gone", "Incarnation", "Session", "Silent", "State", "dial", "driver_error", "open_session"]
 
 Incarnation = tuple[bytes, int]
 """A server between two starts of it: its identity and, by its own clock in microseconds, when it started."""
@@ -83,6 +83,17 @@ class Answered(Exception):
         self.code = code
 
 
+def driver_error(error: BaseException) -> BaseException:
+    """The error PyMySQL raised, or would have raised for what the server answered, or the operating system's."""
+    if error.__cause__ is not None:
+        return error.__cause__
+    if isinstance(error, Answered) and error.code:
+        kind = pymysql.err.error_map.get(error.code, pymysql.err.OperationalError)
+        made: BaseException = kind(error.code, error.args[0])
+        return made
+    return error
+
+
 class _NeverRaised(Exception):
     """The one kind of failure DBUtils may repair by itself: none."""
 
@@ -105,6 +116,7 @@ class Session:
         "hold",
         "incarnation",
         "last_slots",
+        "lease",
         "mutex",
         "ping_sent_at",
         "safe_from",
@@ -127,6 +139,8 @@ class Session:
         # Why a dead session ended, as far as it knows.
         self.end = LossReason.CLOSED
         self.last_slots: tuple[int, ...] = ()
+        # Raised by the pool at each return, so that nobody returns what is another's by now.
+        self.lease = 0
         self.unread = 0
         self.fresh = True
         self.answered_at = self.safe_from = now()
@@ -354,7 +368,8 @@ def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, shapes:
 
     Raises:
         Answered: the server answered with an error (access denied, too many connections, unknown database).
-        Gone: it could not be reached, or ended the connection.
+        Gone: it refused, could not be reached, or ended the connection.
+        Silent: it did not answer in time.
     """
     bound = max(0.001, seconds)
     steady = SteadyDBConnection(
@@ -386,7 +401,11 @@ def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, shapes:
         text = str(error.args[1]) if len(error.args) > 1 else str(error)
         if 1000 <= code < 2000 or 3000 <= code < 4000:
             raise Answered(code, text) from error
+        if isinstance(getattr(error, "original_exception", None), TimeoutError) or "timed out" in text:
+            raise Silent(text) from error
         raise Gone(text) from error
+    except TimeoutError as error:
+        raise Silent(f"no connection within {bound:.3f} s") from error
     except OSError as error:
         raise Gone(str(error)) from error
     session = Session(steady, connection, shapes)

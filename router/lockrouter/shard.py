@@ -17,7 +17,7 @@ from lockrouter.pool import Pool
 from lockrouter.protocol.effects import SLEEP, Operation, Waiter
 from lockrouter.protocol.packets import PING, Shapes
 from lockrouter.routing import PROTOCOL, fingerprint
-from lockrouter.session import Answered, Gone, Session, Silent, State, open_session, single_row
+from lockrouter.session import Answered, Gone, Session, Silent, State, driver_error, open_session, single_row
 from lockrouter.watcher import Task, Watcher
 
 if TYPE_CHECKING:
@@ -166,8 +166,9 @@ class Shard:
         self.refusal = None
         self.waiting_for = why
 
-    def refuse(self, why: str, *, mismatch: bool = False) -> None:
+    def refuse(self, why: str, *, mismatch: bool = False, error: BaseException | None = None) -> None:
         """The server answers, and must not be asked for locks: callers get an error at once."""
+        self.cause = None if error is None else driver_error(error)
         if self.refusal is None or self.refusal.why != why:
             _log.warning("shard %s: grants nothing: %s", self.id, why)
         self.rights = None
@@ -182,7 +183,7 @@ class Shard:
 
     def fault(self, error: BaseException, *, probe: bool = False) -> None:
         """The server did not answer."""
-        self.cause = error
+        self.cause = driver_error(error)
         if self.breaker.fault(probe=probe):
             _log.warning("shard %s: does not answer, breaker open: %s", self.id, error)
             self.rights = None
@@ -224,11 +225,15 @@ class Shard:
         if refusal is None:
             return None
         kind = TopologyMismatch if refusal.mismatch else ShardUnavailable
-        return kind(refusal.why, shard=self.id)
+        return self._caused(kind(refusal.why, shard=self.id))
 
     def unready_error(self) -> ShardError:
         """The error for callers that cannot wait longer for the right to grant."""
-        return ShardUnavailable(self.waiting_for, shard=self.id)
+        return self._caused(ShardUnavailable(self.waiting_for, shard=self.id))
+
+    def _caused(self, error: ShardError) -> ShardError:
+        error.__cause__ = self.cause
+        return error
 
     def close(self) -> None:
         """Close every connection."""

@@ -125,9 +125,9 @@ class Proxy:
         chosen = set(ways or Way)
         self._do(lambda: self._silence(chosen, living=living))
 
-    def cut(self, how: Cut = Cut.FIN, *, after: int = 0) -> None:
-        """End all living connections but the `after` oldest."""
-        self._do(lambda: self._end_all(how, after))
+    def cut(self, how: Cut = Cut.FIN, *, after: int = 0, first: int | None = None) -> None:
+        """End the living connections, but for the `after` oldest, or with `first` only so many of the oldest."""
+        self._do(lambda: self._end_all(how, after, first))
 
     def add(self, rule: Rule) -> Rule:
         """Have `rule` applied to one connection."""
@@ -308,8 +308,8 @@ class Proxy:
             else:
                 side.close()
 
-    def _end_all(self, how: Cut, after: int) -> None:
-        for link in self._links[after:]:
+    def _end_all(self, how: Cut, after: int, first: int | None) -> None:
+        for link in self._links[after:first]:
             self._end(link, how)
 
     # -- states -------------------------------------------------------------------------------------------------
