@@ -12,7 +12,7 @@ The steps of `take_row`:
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from lockrouter import tokens
 from lockrouter.deadline import GRACE, Deadline, now
@@ -34,6 +34,7 @@ from lockrouter.owners import describe, own_holds, running
 from lockrouter.pool import Exhausted, PoolClosed
 from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Reply, Rows
+from lockrouter.routing import key_hash
 from lockrouter.session import Answered, Gone, Session, Silent, State, driver_error
 from lockrouter.sql.statements import MAX_STATEMENT_WAIT, probe_table
 
@@ -46,21 +47,28 @@ if TYPE_CHECKING:
     from lockrouter.shard import Shard
 
 __all__ = [
+    "REFRESH_AFTER",
     "Ask",
+    "Judged",
+    "Sent",
     "Unlocked",
     "abandon",
+    "as_shard_error",
     "ask_shard",
     "await_rights",
+    "enter",
+    "judge_grant",
     "lock_on",
     "queue_at",
     "refuse_frozen",
     "require_row_mode",
+    "statement",
     "take_row",
 ]
 
 _SERVER_MARGIN = 0.005
 _TRY_FOR = 0.05
-_REFRESH_AFTER = 1.0
+REFRESH_AFTER = 1.0
 _GONE_CODES = frozenset({1053, 1927, 2006, 2013, 4031})
 _READ_ONLY_CODES = frozenset({1290, 1792, 1836, 1874, 3100})
 _DENIED_CODES = frozenset({1044, 1045, 1142, 1143, 1227, 1698})
@@ -82,10 +90,28 @@ class Unlocked(enum.Enum):
 _LEAD, _NESTED, _HOLDING = Place.LEAD, Place.NESTED, State.HOLDING
 
 
+class Sent(NamedTuple):
+    """A locking statement on its way: on which session, since when, and where the row's last ROLLBACK went out."""
+
+    session: Session
+    at: float
+    releasing: Session | None
+
+
+class Judged(NamedTuple):
+    """A complete reply that is no grant, and where the row's last ROLLBACK went out."""
+
+    session: Session
+    outcome: Unlocked | ShardError
+    releasing: Session | None
+
+
 class Ask(Request):
     """One caller's request for one row, from its first look at the gate to its hold."""
 
     local: Hold | None = None
+    # What the quick path met and left to the steps below: an error, or a session whose reply is not all decoded yet.
+    early: Gone | Silent | Sent | Judged | None = None
 
     def __init__(
         self,
@@ -175,7 +201,7 @@ def take_row(ask: Ask) -> Operation[Hold | None]:
 
 
 def _take(ask: Ask, gates: Gates) -> Operation[Hold | None]:
-    place = gates.enter(ask, wait=ask.wait, reentrant=ask.reentrant, max_waiters=ask.rule.max_waiters)
+    place = ask.place if ask.place is not Place.GONE else enter(ask, gates)
     if place is _NESTED:
         return (yield from _nested(ask))
     if place is not _LEAD:
@@ -196,6 +222,11 @@ def _take(ask: Ask, gates: Gates) -> Operation[Hold | None]:
         hold.session.state = _HOLDING
     gates.granted(ask, hold)
     return hold
+
+
+def enter(ask: Ask, gates: Gates) -> Place:
+    """Step 1: the caller's place at the gate of its row."""
+    return gates.enter(ask, wait=ask.wait, reentrant=ask.reentrant, max_waiters=ask.rule.max_waiters)
 
 
 def abandon(ask: Ask) -> None:
@@ -265,7 +296,7 @@ def ask_shard(ask: Ask) -> Operation[Hold | None]:
         if error is not None:
             raise error
         try:
-            outcome = yield from _attempt(ask, fresh=fresh)
+            outcome = yield from (_attempt(ask, fresh=fresh) if ask.early is None else _go_on(ask))
         except Gone as gone:
             if ask.session is None:
                 faults = yield from _faulted(ask, gone, faults)
@@ -375,6 +406,28 @@ def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | Unlocked]:
         yield from await_rights(ask)
         return Unlocked.SUSPENDED
     outcome = yield from lock_on(ask, session)
+    return (yield from _conclude(ask, session, outcome, releasing))
+
+
+def _go_on(ask: Ask) -> Operation[Hold | Unlocked]:
+    """Take over from the quick path: raise what it met, or decode and judge the whole reply it has begun to read."""
+    early, ask.early = ask.early, None
+    if isinstance(early, Judged):
+        return (yield from _conclude(ask, early.session, early.outcome, early.releasing))
+    if not isinstance(early, Sent):
+        assert early is not None
+        raise early
+    session, sent_at, releasing = early
+    reply = yield from session.exchange(b"", ask.io_until + GRACE, since=sent_at)
+    outcome = _judge(ask, session, reply, sent_at)
+    return (yield from _conclude(ask, session, outcome, releasing))
+
+
+def _conclude(
+    ask: Ask, session: Session, outcome: Hold | Unlocked | ShardError, releasing: Session | None
+) -> Operation[Hold | Unlocked]:
+    """Unless it is a hold: end the transaction, keep the session, and say what the attempt came to."""
+    shard, address = ask.shard, ask.address
     if isinstance(outcome, Hold):
         return outcome
     yield from session.rollback(now() + GRACE)
@@ -400,22 +453,28 @@ def lock_on(ask: Ask, session: Session) -> Operation[Hold | Unlocked | ShardErro
     Raises:
         Gone, Silent: the session is closed.
     """
-    address, dialect = ask.address, session.dialect
     patience = ask.shard.config.pool.connect_timeout
     sent_at = now()
-    if ask.wait:
-        bound = max(0.001, min(MAX_STATEMENT_WAIT, ask.deadline.at - sent_at - _SERVER_MARGIN))
-        packet = dialect.lock(address.table, address.slot, bound, ask.core.tag(ask.key), shared=ask.shared)
-        until = min(max(ask.deadline.at, sent_at) + GRACE, sent_at + bound + patience)
-    else:
-        packet = dialect.try_lock(address.table, address.slot, ask.core.tag(ask.key), shared=ask.shared)
-        until = sent_at + _TRY_FOR + patience
+    packet, until = statement(ask, session, sent_at)
     reply = yield from session.exchange(packet, until)
     outcome = _judge(ask, session, reply, sent_at)
-    if isinstance(outcome, Hold) and now() - sent_at > _REFRESH_AFTER:
+    if isinstance(outcome, Hold) and now() - sent_at > REFRESH_AFTER:
         # The server's patience with an idle holder began with this grant; ours began when the statement was sent.
         yield from session.ping(now() + patience)
     return outcome
+
+
+def statement(ask: Ask, session: Session, at: float) -> tuple[bytes, float]:
+    """The locking packet for a row, sent at `at`, and the end of waiting for its reply."""
+    address, dialect = ask.address, session.dialect
+    patience = ask.shard.config.pool.connect_timeout
+    tag = key_hash(ask.key).encode()
+    if not ask.wait:
+        return dialect.try_lock(address.table, address.slot, tag, shared=ask.shared), at + _TRY_FOR + patience
+    deadline = ask.deadline.at
+    bound = max(0.001, min(MAX_STATEMENT_WAIT, deadline - at - _SERVER_MARGIN))
+    packet = dialect.lock(address.table, address.slot, bound, tag, shared=ask.shared)
+    return packet, min(max(deadline, at) + GRACE, at + bound + patience)
 
 
 def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Session]:
@@ -464,12 +523,13 @@ def _judge(ask: Ask, session: Session, reply: Reply, sent_at: float) -> Hold | U
         raise Gone("the reply is not what was asked for", answered=True) from None
     if numbers[0] != ask.address.slot:
         raise Gone("the reply is for another row", answered=True)
-    return _judge_grant(ask, session, numbers[1], numbers[2], read_only, sent_at)
+    return judge_grant(ask, session, numbers[1], numbers[2], read_only, sent_at)
 
 
-def _judge_grant(
+def judge_grant(
     ask: Ask, session: Session, epoch: int, clock: int, read_only: bytes | None, sent_at: float
 ) -> Hold | Unlocked | ShardError:
+    """Decide what a complete reply with the caller's row, locked, is worth."""
     shard = ask.shard
     if read_only != b"0":
         shard.poke_control()
@@ -515,6 +575,19 @@ def _judge_error(ask: Ask, session: Session, error: Err) -> Unlocked | ShardErro
     if error.code in _GONE_CODES:
         raise Gone(f"({error.code}) {error.message}", answered=True)
     return _shard_error(ask.shard, Answered(error.code, error.message))
+
+
+def as_shard_error(shard: Shard, error: Exception) -> ShardError:
+    """The contract's error for a connection that could not be had."""
+    if isinstance(error, Answered):
+        return _shard_error(shard, error)
+    made = (
+        PoolTimeout(f"no free connection ({shard.pool.size} allowed)", shard=shard.id)
+        if isinstance(error, Exhausted)
+        else ShardUnavailable(f"does not answer: {error}", shard=shard.id)
+    )
+    made.__cause__ = driver_error(error)
+    return made
 
 
 def _shard_error(shard: Shard, error: Answered) -> ShardError:

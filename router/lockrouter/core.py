@@ -114,10 +114,7 @@ class Core:
         """Wake who waits for a session or at a server, and leave no statement behind there."""
         for shard in self.shards.values():
             shard.pool.close()
-            for session in tuple(shard.pool.sessions):
-                if session.state is State.BUSY and session.hold is None:
-                    shard.kill(session)
-                    session.interrupt()
+            shard.interrupt_waiters()
 
     def forked(self) -> None:
         """In a child process: own nothing, end nothing of the parent's, begin afresh at the next call."""

@@ -44,6 +44,9 @@ _NESTED, _LEAD, _QUEUED = Place.NESTED, Place.LEAD, Place.QUEUED
 _HOLDER, _BUSY, _GONE = Place.HOLDER, Place.BUSY, Place.GONE
 
 
+_NOT_WAITING = frozenset({_NESTED, _HOLDER, _BUSY, _GONE})
+
+
 class Hold:
     """One occupation of a row by one owner, from the grant until the last of its handles is released."""
 
@@ -232,6 +235,7 @@ class Gates:
                 gate.make_lead(request)
                 return _LEAD
             if not wait:
+                request.place = _BUSY
                 return _BUSY
             if max_waiters is not None and len(gate.queue) >= max_waiters:
                 raise Overloaded(f"{max_waiters} callers of this process wait for the row already")
@@ -289,7 +293,7 @@ class Gates:
         """Give up waiting. HOLDER: the row was handed over before and is the caller's; else GONE, a lead passed on."""
         with self._lock:
             place = request.place
-            if place in (_HOLDER, _GONE, _NESTED):
+            if place in _NOT_WAITING:
                 return place
             gate = self._gates[request.slot]
             if place is _QUEUED:

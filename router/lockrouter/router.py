@@ -9,16 +9,19 @@ from typing import Any, Self
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from lockrouter.acquire import Ask, require_row_mode, take_row
+from lockrouter.acquire import Ask, abandon, as_shard_error, require_row_mode, take_row
 from lockrouter.config import RouterConfig, load
 from lockrouter.core import Core
 from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import LockTimeout, Overloaded, RouterClosed, ShardError
 from lockrouter.lockset import LockSet, lock_all, name_keys
 from lockrouter.owners import record
+from lockrouter.pool import Exhausted
 from lockrouter.protocol.effects import WAIT, Operation, drive
+from lockrouter.quick import take_row_now
 from lockrouter.routing import Address, encode
 from lockrouter.rowlock import RowLock
+from lockrouter.session import Answered, Gone, Silent, driver_error
 from lockrouter.shard import Shard
 
 __all__ = ["LockRouter"]
@@ -135,7 +138,7 @@ class LockRouter:
         handle = RowLock(core, key, raw, ask.address, confirm=confirm)
         stats, segment = ask.shard.stats, core.segment(ask.address.bucket)
         try:
-            hold = drive(take_row(ask))
+            hold = take_row_now(ask) or drive(take_row(ask))
             if hold is None:
                 stats.row.ended("busy", deadline.waited(), segment)
                 return None, ask
@@ -148,6 +151,7 @@ class LockRouter:
             stats.row.ended("refused" if refused else "error", deadline.waited(), segment)
             raise
         except BaseException:
+            abandon(ask)
             if handle.attached:
                 handle.discard()
             else:
@@ -207,6 +211,8 @@ def _warm(shard: Shard) -> Operation[None]:
     try:
         for _ in range(shard.config.pool.min_idle):
             sessions.append((yield from shard.pool.check_out(until, wait=False)))
+    except (Gone, Silent, Answered, Exhausted) as error:
+        raise as_shard_error(shard, error) from driver_error(error)
     finally:
         for session in sessions:
             shard.pool.give_back(session)

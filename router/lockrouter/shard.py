@@ -188,7 +188,15 @@ class Shard:
             _log.warning("shard %s: does not answer, breaker open: %s", self.id, error)
             self.rights = None
             self.waiting_for = f"the shard does not answer: {error}"
+            self.interrupt_waiters()
             self._wake()
+
+    def interrupt_waiters(self) -> None:
+        """Wake who waits at the server for a row; what they sent is abandoned, and to be killed."""
+        for session in tuple(self.pool.sessions):
+            if session.state is State.BUSY and session.hold is None:
+                self.kill(session)
+                session.interrupt()
 
     def note_clock(self, clock: int, sent_at: float) -> bool:
         """Compare a grant's clock with the last reading; True when it went back: the shard needs a new term."""

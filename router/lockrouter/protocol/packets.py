@@ -119,6 +119,8 @@ def _decode_row(payload: bytes, columns: int) -> tuple[bytes | None, ...]:
 
 _PLAIN_OK = b"\x07\x00\x00\x01\x00\x00\x00"
 _IDLE_OK = Ok(0, 0)
+# The OK of a ROLLBACK, up to its status: neither a transaction nor anything else is open.
+_ROLLED_BACK = b"\x07\x00\x00\x01\x00\x00\x00\x00\x00"
 
 
 class _Incomplete(Exception):
@@ -291,6 +293,20 @@ class ReplyReader:
             self._shapes.learn(self._data)
         self._data = self._data[end:] if end < len(self._data) else b""
         return reply
+
+    def one_row_of(self, data: bytes, unread: int) -> tuple[bytes, ...] | None:
+        """The values of a reply that is one row of a known shape inside a transaction, behind at most one plain OK.
+
+        None: it is something else; nothing was taken then, and `data` is still to be fed.
+        """
+        if unread:
+            if unread > 1 or data[:9] != _ROLLED_BACK:
+                return None
+            data = data[11:]
+        if self._data:
+            return None
+        rows = self._shapes.one_row(data)
+        return rows.rows[0] if rows is not None and rows.status & IN_TRANSACTION else None  # type: ignore[return-value]
 
     def next_ok(self) -> Ok | None:
         """As `next` where the next reply is the plain OK of a ROLLBACK or a PING; None: ask `next`."""
