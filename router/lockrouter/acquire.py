@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = [
     "REFRESH_AFTER",
     "Ask",
-    "Judged",
+    "Complete",
     "Sent",
     "Unlocked",
     "abandon",
@@ -57,7 +57,6 @@ __all__ = [
     "ask_shard",
     "await_rights",
     "enter",
-    "judge_grant",
     "lock_on",
     "queue_at",
     "refuse_frozen",
@@ -98,12 +97,13 @@ class Sent(NamedTuple):
     releasing: Session | None
 
 
-class Judged(NamedTuple):
-    """A complete reply that is no grant, and where the row's last ROLLBACK went out."""
+class Complete(NamedTuple):
+    """The whole reply to such a statement: one row in a transaction, to be judged step by step."""
 
     session: Session
-    outcome: Unlocked | ShardError
+    at: float
     releasing: Session | None
+    fields: tuple[bytes, ...]
 
 
 class Ask(Request):
@@ -111,7 +111,7 @@ class Ask(Request):
 
     local: Hold | None = None
     # What the quick path met and left to the steps below: an error, or a session whose reply is not all decoded yet.
-    early: Gone | Silent | Sent | Judged | None = None
+    early: Gone | Silent | Sent | Complete | None = None
 
     def __init__(
         self,
@@ -128,19 +128,26 @@ class Ask(Request):
     ) -> None:
         me = running()
         address = core.routing.route(key)
+        self.slot = address.slot
+        self.key = key
+        self.thing = me
+        self.owner = owner
+        self.owns = own_holds(me)
         # A row passes on without the server only from one who holds nothing else to one who asks for nothing else.
-        super().__init__(address.slot, key, me, owner, own_holds(me), may_receive=alone and not shared)
-        if shared:
-            self.shared = True
+        self.may_receive = alone and not shared
+        self.shared = shared
         self.core = core
         self.rule = rule
         self.deadline = deadline
         self.wait = wait
-        # The end of connecting and of everything else that is not waiting for another holder.
-        self.io_until = deadline.at if wait else deadline.started + core.config.pool.connect_timeout
         self.reentrant = reentrant
         self.address: Address = address
         self.shard: Shard = core.shards[address.shard]
+
+    @property
+    def io_until(self) -> float:
+        """The end of connecting and of everything else that is not waiting for another holder."""
+        return self.deadline.at if self.wait else self.deadline.started + self.core.config.pool.connect_timeout
 
     def timed_out(self, gates: Gates) -> LockTimeout:
         """The error of a row that stayed busy, naming who holds it where that is known."""
@@ -412,14 +419,19 @@ def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | Unlocked]:
 def _go_on(ask: Ask) -> Operation[Hold | Unlocked]:
     """Take over from the quick path: raise what it met, or decode and judge the whole reply it has begun to read."""
     early, ask.early = ask.early, None
-    if isinstance(early, Judged):
-        return (yield from _conclude(ask, early.session, early.outcome, early.releasing))
-    if not isinstance(early, Sent):
+    if isinstance(early, Sent):
+        session, sent_at, releasing = early
+        reply = yield from session.exchange(b"", ask.io_until + GRACE, since=sent_at)
+        outcome = _judge(ask, session, reply, sent_at)
+    elif isinstance(early, Complete):
+        session, sent_at, releasing, (slot, epoch, seconds, decimals, read_only) = early
+        row = (slot, epoch, seconds + b"." + decimals, read_only)
+        outcome = _judge(ask, session, Rows([row], IN_TRANSACTION), sent_at)
+    else:
         assert early is not None
         raise early
-    session, sent_at, releasing = early
-    reply = yield from session.exchange(b"", ask.io_until + GRACE, since=sent_at)
-    outcome = _judge(ask, session, reply, sent_at)
+    if isinstance(outcome, Hold) and now() - sent_at > REFRESH_AFTER:
+        yield from session.ping(now() + ask.shard.config.pool.connect_timeout)
     return (yield from _conclude(ask, session, outcome, releasing))
 
 
@@ -467,14 +479,16 @@ def lock_on(ask: Ask, session: Session) -> Operation[Hold | Unlocked | ShardErro
 def statement(ask: Ask, session: Session, at: float) -> tuple[bytes, float]:
     """The locking packet for a row, sent at `at`, and the end of waiting for its reply."""
     address, dialect = ask.address, session.dialect
-    patience = ask.shard.config.pool.connect_timeout
+    patience = ask.core.config.pool.connect_timeout
     tag = key_hash(ask.key).encode()
     if not ask.wait:
-        return dialect.try_lock(address.table, address.slot, tag, shared=ask.shared), at + _TRY_FOR + patience
+        return dialect.try_lock(address.table, address.slot, tag, ask.shared), at + _TRY_FOR + patience
     deadline = ask.deadline.at
-    bound = max(0.001, min(MAX_STATEMENT_WAIT, deadline - at - _SERVER_MARGIN))
-    packet = dialect.lock(address.table, address.slot, bound, tag, shared=ask.shared)
-    return packet, min(max(deadline, at) + GRACE, at + bound + patience)
+    bound = deadline - at - _SERVER_MARGIN
+    packet = dialect.lock(address.table, address.slot, bound, tag, ask.shared)
+    if 0.0 < bound <= MAX_STATEMENT_WAIT:
+        return packet, deadline + GRACE
+    return packet, at + GRACE if bound <= 0.0 else at + MAX_STATEMENT_WAIT + patience
 
 
 def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Session]:
@@ -523,10 +537,10 @@ def _judge(ask: Ask, session: Session, reply: Reply, sent_at: float) -> Hold | U
         raise Gone("the reply is not what was asked for", answered=True) from None
     if numbers[0] != ask.address.slot:
         raise Gone("the reply is for another row", answered=True)
-    return judge_grant(ask, session, numbers[1], numbers[2], read_only, sent_at)
+    return _judge_grant(ask, session, numbers[1], numbers[2], read_only, sent_at)
 
 
-def judge_grant(
+def _judge_grant(
     ask: Ask, session: Session, epoch: int, clock: int, read_only: bytes | None, sent_at: float
 ) -> Hold | Unlocked | ShardError:
     """Decide what a complete reply with the caller's row, locked, is worth."""

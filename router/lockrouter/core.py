@@ -166,6 +166,32 @@ class Core:
             self.unfinished.append(hold)
             raise
 
+    def let_go(self, hold: Hold, key: bytes) -> bool:
+        """Release the usual hold, of one row through one session, one handle, nobody behind it; False: it is not that.
+
+        Raises:
+            An interrupt only; what it leaves undone is done by `reap`.
+        """
+        session = hold.session
+        if session is None or hold.count != 1 or hold.party is not None or hold.shared:
+            return False
+        self.affinity[hold.slot] = session
+        try:
+            if not self.gates.release(hold, key):
+                self.affinity.pop(hold.slot, None)
+                return False
+            with session.mutex:
+                if session.hold is hold and session.state is _HOLDING:
+                    session.last_slots = (hold.slot,)
+                    session.send_rollback(self._settled)
+            shard: Shard = hold.shard
+            shard.pool.give_back(session)
+            shard.stats.row.released(now() - hold.granted_at)
+        except BaseException:
+            self.unfinished.append(hold)
+            raise
+        return True
+
     def _free(self, hold: Hold) -> None:
         shard: Shard = hold.shard
         held = now() - hold.granted_at

@@ -339,6 +339,21 @@ class Gates:
                     hold.seen |= {key}
             return not hold.count and (hold.party is None or not hold.party.open)
 
+    def release(self, hold: Hold, key: bytes) -> bool:
+        """`uncount` and `leave` in one block, for the usual hold: one handle, nobody behind it. False: it is not that.
+
+        The row's ROLLBACK follows: whoever comes now asks the server, and waits there for it.
+        """
+        with self._lock:
+            if hold.count != 1:
+                return False
+            gate = self._gates[hold.slot]
+            if gate.holder is not hold or gate.queue:
+                return False
+            hold.count = 0
+            del self._gates[hold.slot]
+            return True
+
     def add_key(self, hold: Hold, key: bytes) -> None:
         """Count one more handle of a hold, for a key of its row."""
         with self._lock:

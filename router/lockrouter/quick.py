@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockrouter import tokens
-from lockrouter.acquire import REFRESH_AFTER, Judged, Sent, enter, judge_grant, statement
+from lockrouter.acquire import REFRESH_AFTER, Complete, Sent, enter, statement
 from lockrouter.deadline import now
 from lockrouter.gate import Hold, Place
-from lockrouter.protocol.effects import drive
 from lockrouter.session import Gone, Silent, State
+from lockrouter.tokens import base_token
 
 if TYPE_CHECKING:
     from lockrouter.acquire import Ask
@@ -35,10 +34,10 @@ def take_row_now(ask: Ask) -> Hold | None:
         return None
     if enter(ask, core.gates) is not _LEAD:
         return None
-    if shard.rights is None or shard.refusal is not None or not shard.breaker.closed:
+    rights = shard.rights
+    if rights is None or shard.refusal is not None or not shard.breaker.closed:
         return None
-    slot = ask.slot
-    releasing = core.affinity.get(slot)
+    releasing = core.affinity.get(ask.slot) if core.affinity else None
     session = shard.pool.take(releasing)
     if session is None:
         return None
@@ -46,29 +45,37 @@ def take_row_now(ask: Ask) -> Hold | None:
     at = now()
     packet, until = statement(ask, session, at)
     try:
-        row = session.talk_now(packet, until, at)
+        fields = session.talk_now(packet, until, at, ask.address.table)
     except (Gone, Silent) as error:
         ask.early = error
         return None
-    if row is None:
+    if fields is None:
         ask.early = Sent(session, at, releasing)
         return None
-    try:
-        if int(row[0]) != slot:
-            raise Gone("the reply is for another row", answered=True)
-        outcome = judge_grant(ask, session, int(row[1]), tokens.micros(row[2]), row[3], at)
-        if session.answered_at - at > REFRESH_AFTER:
-            drive(session.ping(now() + shard.config.pool.connect_timeout))
-    except ValueError:
-        ask.early = Gone("the reply is not what was asked for", answered=True)
+    slot, epoch, seconds, decimals, read_only = fields
+    clock = int(seconds + decimals)
+    if (
+        int(slot) != ask.slot
+        or not int(epoch)
+        or read_only != b"0"
+        or session.incarnation != rights.incarnation
+        or not rights.lowest(at) <= clock < rights.clock_high
+        or shard.rights is not rights
+        or session.answered_at - at > REFRESH_AFTER
+    ):
+        ask.early = Complete(session, at, releasing, fields)
         return None
-    except (Gone, Silent) as error:
-        ask.early = error
-        return None
-    if type(outcome) is not Hold:
-        ask.early = Judged(session, outcome, releasing)  # type: ignore[arg-type]
-        return None
-    session.hold = outcome
+    shard.breaker.answered()
+    hold = Hold(
+        ask.slot,
+        ask.key,
+        ask.thing,
+        ask.owner,
+        shard=shard,
+        session=session,
+        base=base_token(rights.term, clock),
+    )
+    session.hold = hold
     session.state = _HOLDING
-    core.gates.granted(ask, outcome)
-    return outcome
+    core.gates.granted(ask, hold)
+    return hold

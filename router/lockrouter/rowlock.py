@@ -136,10 +136,13 @@ class RowLock:
             except IndexError:
                 raise NotHeld("the lock was released before") from None
             reason = core.loss_of(hold)
+            if not confirm and reason is None and core.let_go(hold, self._key):
+                forget(hold)
+                return
             last = core.gates.uncount(hold, self._key)
             counted = True
         except BaseException:
-            if popped and not counted:
+            if popped and not counted and hold.count:
                 core.orphans.append((hold, self._key))
             raise
         try:

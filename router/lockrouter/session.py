@@ -27,12 +27,12 @@ from lockrouter.protocol.packets import (
     QUIT,
     ROLLBACK,
     Err,
+    Grants,
     Ok,
     ProtocolViolation,
     Reply,
     ReplyReader,
     Rows,
-    Shapes,
 )
 from lockrouter.protocol.wire import Wire
 from lockrouter.sql.statements import Dialect, dialect_of
@@ -105,6 +105,7 @@ class Session:
     """
 
     __slots__ = (
+        "_grants",
         "_on_settled",
         "_reader",
         "_steady",
@@ -125,9 +126,10 @@ class Session:
         "wire",
     )
 
-    def __init__(self, steady: Any, connection: Connection[Any], shapes: Shapes | None = None) -> None:
+    def __init__(self, steady: Any, connection: Connection[Any], grants: Grants | None = None) -> None:
         self._steady = steady
-        self._reader = ReplyReader(shapes)
+        self._reader = ReplyReader()
+        self._grants = grants or Grants()
         self._on_settled: Callable[[Session], None] | None = None
         self.wire = Wire(connection._sock)  # type: ignore[attr-defined]
         self.dialect: Dialect = dialect_of(connection.server_version)  # type: ignore[attr-defined]
@@ -194,8 +196,8 @@ class Session:
         self.safe_from = sent_at
         return reply
 
-    def talk_now(self, packet: bytes, until: float, at: float) -> tuple[bytes, bytes, bytes, bytes] | None:
-        """The quick form of `exchange`, blocking: the four fields of a reply that is one row inside a transaction.
+    def talk_now(self, packet: bytes, until: float, at: float, table: int) -> tuple[bytes, ...] | None:
+        """The quick form of `exchange` for a locking statement, blocking: the fields of a reply that is a plain grant.
 
         None: the reply is something else, or not complete; it is kept, and an `exchange` of nothing goes on with it.
         Afterwards the state is BUSY, or, after an error, DEAD.
@@ -205,13 +207,12 @@ class Session:
         """
         self.state = _BUSY
         try:
-            wire = self.wire
-            wire.send(packet)
-            data = wire.receive(until, _OK_SIZE + 1 if self.unread == 1 else 1)
+            unread = self.unread
+            data = self.wire.talk(packet, until, _OK_SIZE + 1 if unread == 1 else 1)
             if not data:
                 raise Gone("the server closed the connection")
-            row = self._reader.one_row_of(data, self.unread)
-            if row is None:
+            fields = self._grants.fields(data, table, unread) if self._reader.empty else None
+            if fields is None:
                 self._reader.feed(data)
                 return None
         except TimeoutError as error:
@@ -223,12 +224,12 @@ class Session:
         except BaseException:
             self.die()
             raise
-        if self.unread:
+        if unread:
             self.unread = 0
             self._settled()
         self.safe_from = at
         self.answered_at = now()
-        return row
+        return fields
 
     def _feed(self, data: bytes) -> None:
         if not data:
@@ -402,7 +403,7 @@ def _plain_socket(endpoint: Endpoint, seconds: float) -> socket.socket | None:
     return sock
 
 
-def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, shapes: Shapes | None = None) -> Session:
+def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, grants: Grants | None = None) -> Session:
     """Connect and authenticate within about `seconds`, blocking; the session is IDLE and not yet set up.
 
     Raises:
@@ -447,7 +448,7 @@ def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, shapes:
         raise Silent(f"no connection within {bound:.3f} s") from error
     except OSError as error:
         raise Gone(str(error)) from error
-    session = Session(steady, connection, shapes)
+    session = Session(steady, connection, grants)
     # The socket is this module's now: PyMySQL's reader must not take bytes, its finaliser must not send any.
     connection._rfile, connection._sock, connection._closed = None, None, True
     return session
@@ -460,7 +461,7 @@ def open_session(
     *,
     control: bool,
     ghost_timeout: int,
-    shapes: Shapes | None = None,
+    grants: Grants | None = None,
 ) -> Operation[Session]:
     """Return a session that is set up for its purpose; nothing of a failed attempt remains.
 
@@ -468,7 +469,7 @@ def open_session(
         Answered, Gone, Silent: as `dial`, and for what the set-up says.
     """
     until = now() + seconds
-    session: Session = yield (CALL, lambda: dial(endpoint, seconds, tls, shapes), None)
+    session: Session = yield (CALL, lambda: dial(endpoint, seconds, tls, grants), None)
     try:
         setup = session.dialect.control_setup if control else session.dialect.session_setup
         reply = yield from session.exchange(setup(ghost_timeout), until)

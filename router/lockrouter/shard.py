@@ -15,7 +15,7 @@ from lockrouter.errors import LossReason, ShardError, ShardUnavailable, Topology
 from lockrouter.metrics import ShardStats
 from lockrouter.pool import Pool
 from lockrouter.protocol.effects import SLEEP, Operation, Waiter
-from lockrouter.protocol.packets import PING, Shapes
+from lockrouter.protocol.packets import PING, Grants
 from lockrouter.routing import PROTOCOL, fingerprint
 from lockrouter.session import Answered, Gone, Session, Silent, State, driver_error, open_session, single_row
 from lockrouter.watcher import Task, Watcher
@@ -49,7 +49,7 @@ class Shard:
         self.endpoint = self.endpoints[0]
         self._tls = _tls_context(self.endpoint)
         self._on_demoted = on_demoted
-        self._shapes = Shapes()
+        self._grants = Grants()
         self._lock = threading.Lock()
         self._changed: list[Waiter] = []
         self.rights: Rights | None = None
@@ -120,7 +120,7 @@ class Shard:
             self._tls,
             control=control,
             ghost_timeout=self.config.router.ghost_timeout,
-            shapes=None if control else self._shapes,
+            grants=None if control else self._grants,
         )
 
     def _open_for_rows(self, until: float) -> Operation[Session]:
