@@ -373,7 +373,7 @@ def test_a_grant_is_found_by_how_its_table_s_replies_begin() -> None:
     first = grant(b"17", b"1", b"1767225600.000004", b"0")
     assert grants.fields(first, 3, 0) is None, "the first one teaches"
     assert grants.fields(first, 3, 0) == (b"17", b"1", b"1767225600", b"000004", b"0")
-    second = grant(b"4294967295", b"12", b"1967225600.999999", b"1", 3)
+    second = grant(b"4294967295", b"12", b"1967225600.999999", b"1")
     assert grants.fields(second, 3, 0) == (b"4294967295", b"12", b"1967225600", b"999999", b"1")
     assert grants.fields(second, 4, 0) is None, "another table"
     assert grants.fields(ROLLED_BACK + second, 3, 0) is None, "one reply too many"
@@ -406,7 +406,8 @@ def test_anything_but_one_row_in_a_transaction_is_no_grant(reply: bytes) -> None
     for unread, before in ((0, b""), (1, ROLLED_BACK)):
         grants.fields(before + grant(b"17", b"1", b"1767225600.000004", b"0"), 0, unread)
         assert grants.fields(before + reply, 0, unread) is None
-        assert grants.fields(before + grant(b"17", b"1", b"1767225600.000004", b"0"), 0, unread) is not None
+        again = before + grant(b"17", b"1", b"1767225600.000004", b"0")
+        assert grants.fields(again, 0, unread) or grants.fields(again, 0, unread), "at the latest it is learned anew"
 
 
 def test_a_grant_is_never_read_otherwise_than_the_decoder_reads_it() -> None:
