@@ -61,6 +61,11 @@ class Dialect:
             head = self._head((self.share_form if shared else self.lock_form) % (bound, table), place, shared)
         return b"%b%10d%b /* %b */" % (head, slot, self.share_tail if shared else self.lock_tail, tag)
 
+    @property
+    def lock_text(self) -> str:
+        """The locking statement as a format of milliseconds, table, slot and tag: what other clients send for it."""
+        return (self.lock_form + b"%10d" + self.lock_tail + b" /* %s */").decode("ascii")
+
     def try_lock(self, table: int, slot: int, tag: bytes, shared: bool = False) -> bytes:
         """The packet that takes a row at once or says busy; a metadata lock ends it after 50 ms."""
         form, tail = (self.try_share_form, self.try_share_tail) if shared else (self.try_form, self.try_tail)
