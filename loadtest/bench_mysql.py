@@ -110,7 +110,7 @@ def _cursor_cycle(
     connection: pymysql.connections.Connection[Any], dialect: Dialect, addresses: Sequence[Address]
 ) -> Cycle:
     """The router's two statements the way PyMySQL is used everywhere."""
-    form = dialect.lock_form.decode("ascii")
+    form = dialect.lock_text
     following = itertools.cycle(addresses)
     with connection.cursor() as cursor:
         cursor.execute(dialect.row_session.format(ghost=60))

@@ -25,8 +25,8 @@ __all__ = ["KEYS", "StubWire", "cycle", "cycle_cost", "stub_cost", "stub_router"
 
 KEYS = tuple(f"account:{number}" for number in range(512))
 
-_SLOT = re.compile(rb"slot = (\d+)")
-_OK = b"\x07\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00"
+_SLOT = re.compile(rb"slot = +(\d+)")
+_OK = b"\x07\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00"
 _CLOCK = b"1900000000.000001"
 
 
@@ -123,7 +123,7 @@ def stub_router() -> LockRouter:
     incarnation = (b"stub", 0)
 
     def open_one(until: float) -> Operation[Session]:
-        session = Session(None, cast(Any, _NoConnection()), shard._shapes)
+        session = Session(None, cast(Any, _NoConnection()), shard._grants)
         session.wire = StubWire()
         session.incarnation = incarnation
         return session

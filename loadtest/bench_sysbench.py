@@ -58,7 +58,7 @@ def _settings(config: RouterConfig) -> str:
 def _workload(config: RouterConfig, vendor: str) -> dict[str, object]:
     """The script's own options, which sysbench takes from the command line only."""
     dialect, topology = dialect_of_vendor(vendor), config.topology
-    form = dialect.lock_form.decode("ascii").replace("%d", str(BOUND_MS), 1).replace("%s", "%08x%08x")
+    form = dialect.lock_text.replace("%d", str(BOUND_MS), 1).replace("%s", "%08x%08x")
     return {
         "tables": topology.tables,
         "buckets": topology.buckets,

@@ -12,7 +12,7 @@ The steps of `take_row`:
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from lockrouter import tokens
 from lockrouter.deadline import GRACE, Deadline, now
@@ -34,7 +34,8 @@ from lockrouter.owners import describe, own_holds, running
 from lockrouter.pool import Exhausted, PoolClosed
 from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Reply, Rows
-from lockrouter.session import ROWS, Answered, Gone, Session, Silent, State
+from lockrouter.routing import key_hash
+from lockrouter.session import ROWS, Answered, Gone, Session, Silent, State, driver_error
 from lockrouter.sql.statements import MAX_STATEMENT_WAIT, probe_table
 
 if TYPE_CHECKING:
@@ -46,22 +47,28 @@ if TYPE_CHECKING:
     from lockrouter.shard import Shard
 
 __all__ = [
+    "REFRESH_AFTER",
     "Ask",
+    "Complete",
+    "Sent",
     "Unlocked",
     "abandon",
+    "as_shard_error",
     "ask_shard",
     "await_rights",
+    "enter",
     "judge",
     "lock_on",
     "queue_at",
     "refuse_frozen",
     "require_row_mode",
+    "statement",
     "take_row",
 ]
 
 _SERVER_MARGIN = 0.005
 _TRY_FOR = 0.05
-_REFRESH_AFTER = 1.0
+REFRESH_AFTER = 1.0
 _GONE_CODES = frozenset({1053, 1927, 2006, 2013, 4031})
 _READ_ONLY_CODES = frozenset({1290, 1792, 1836, 1874, 3100})
 _DENIED_CODES = frozenset({1044, 1045, 1142, 1143, 1227, 1698})
@@ -83,10 +90,29 @@ class Unlocked(enum.Enum):
 _LEAD, _NESTED, _HOLDING = Place.LEAD, Place.NESTED, State.HOLDING
 
 
+class Sent(NamedTuple):
+    """A locking statement on its way: on which session, since when, and where the row's last ROLLBACK went out."""
+
+    session: Session
+    at: float
+    releasing: Session | None
+
+
+class Complete(NamedTuple):
+    """The whole reply to such a statement: one row in a transaction, to be judged step by step."""
+
+    session: Session
+    at: float
+    releasing: Session | None
+    fields: tuple[bytes, ...]
+
+
 class Ask(Request):
     """One caller's request for one row, from its first look at the gate to its hold."""
 
     local: Hold | None = None
+    # What the quick path met and left to the steps below: an error, or a session whose reply is not all decoded yet.
+    early: Gone | Silent | Sent | Complete | None = None
 
     def __init__(
         self,
@@ -104,20 +130,27 @@ class Ask(Request):
     ) -> None:
         me = running()
         address = core.routing.route(key)
+        self.slot = address.slot
+        self.key = key
+        self.thing = me
+        self.owner = owner
+        self.owns = own_holds(me)
         # A row passes on without the server only from one who holds nothing else to one who asks for nothing else.
-        super().__init__(address.slot, key, me, owner, own_holds(me), may_receive=alone and not shared)
-        if shared:
-            self.shared = True
+        self.may_receive = alone and not shared
+        self.shared = shared
         self.core = core
         self.rule = rule
         self.deadline = deadline
         self.wait = wait
-        # The end of connecting and of everything else that is not waiting for another holder.
-        self.io_until = deadline.at if wait else deadline.started + core.config.pool.connect_timeout
         self.reentrant = reentrant
         self.lane = lane
         self.address: Address = address
         self.shard: Shard = core.shards[address.shard]
+
+    @property
+    def io_until(self) -> float:
+        """The end of connecting and of everything else that is not waiting for another holder."""
+        return self.deadline.at if self.wait else self.deadline.started + self.core.config.pool.connect_timeout
 
     def timed_out(self, gates: Gates) -> LockTimeout:
         """The error of a row that stayed busy, naming who holds it where that is known."""
@@ -178,7 +211,7 @@ def take_row(ask: Ask) -> Operation[Hold | None]:
 
 
 def _take(ask: Ask, gates: Gates) -> Operation[Hold | None]:
-    place = gates.enter(ask, wait=ask.wait, reentrant=ask.reentrant, max_waiters=ask.rule.max_waiters)
+    place = ask.place if ask.place is not Place.GONE else enter(ask, gates)
     if place is _NESTED:
         return (yield from _nested(ask))
     if place is not _LEAD:
@@ -199,6 +232,11 @@ def _take(ask: Ask, gates: Gates) -> Operation[Hold | None]:
         hold.session.state = _HOLDING
     gates.granted(ask, hold)
     return hold
+
+
+def enter(ask: Ask, gates: Gates) -> Place:
+    """Step 1: the caller's place at the gate of its row."""
+    return gates.enter(ask, wait=ask.wait, reentrant=ask.reentrant, max_waiters=ask.rule.max_waiters)
 
 
 def abandon(ask: Ask) -> None:
@@ -268,16 +306,19 @@ def ask_shard(ask: Ask) -> Operation[Hold | None]:
         if error is not None:
             raise error
         try:
-            outcome = yield from _attempt(ask, fresh=fresh)
+            outcome = yield from (_attempt(ask, fresh=fresh) if ask.early is None else _go_on(ask))
         except Gone as gone:
-            if ask.session is not None and not ask.session.fresh:
-                # A pooled session the server had closed: no fault, and its fellows may be closed too.
-                _drop(ask)
-                shard.pool.purge()
-                fresh = True
+            if ask.session is None:
+                faults = yield from _faulted(ask, gone, faults)
                 continue
+            # An established session that the server ended, idle or by a KILL: no fault. Its fellows may be closed too.
             _drop(ask)
-            faults = yield from _faulted(ask, gone, faults)
+            shard.pool.purge()
+            if fresh:
+                yield from _pause(ask)
+            if fresh and (ask.deadline.left() <= 0 or not ask.wait):
+                raise ShardUnavailable(f"ended the connection: {gone}", shard=shard.id) from driver_error(gone)
+            fresh = True
             continue
         except Silent as silent:
             _drop(ask, kill=True)
@@ -285,7 +326,7 @@ def ask_shard(ask: Ask) -> Operation[Hold | None]:
             continue
         except Answered as answered:
             if answered.code not in _CROWDED_CODES or not ask.wait or faults >= shard.config.breaker.retries:
-                raise _shard_error(shard, answered) from answered
+                raise _shard_error(shard, answered) from driver_error(answered)
             faults += 1
             yield from _pause(ask)
             continue
@@ -312,9 +353,11 @@ def _faulted(ask: Ask, error: Gone | Silent, faults: int) -> Operation[int]:
     shard = ask.shard
     shard.fault(error)
     if shard.breaker.closed and (faults >= shard.config.breaker.retries or ask.deadline.left() <= 0):
-        raise ShardUnavailable(f"does not answer: {error}", shard=shard.id) from error
+        raise ShardUnavailable(f"does not answer: {error}", shard=shard.id) from driver_error(error)
     if shard.breaker.closed:
         yield from _pause(ask)
+        if ask.wait and ask.deadline.left() <= 0:
+            raise ShardUnavailable(f"does not answer: {error}", shard=shard.id) from driver_error(error)
     return faults + 1
 
 
@@ -323,7 +366,7 @@ def _silent(ask: Ask, error: Silent, faults: int) -> Operation[int]:
     if ask.deadline.left() > 0 or not ask.wait:
         return (yield from _faulted(ask, error, faults))
     ask.shard.poke_control()
-    raise ShardUnavailable("did not answer within the caller's timeout", shard=ask.shard.id) from error
+    raise ShardUnavailable("did not answer within the caller's timeout", shard=ask.shard.id) from driver_error(error)
 
 
 def _pause(ask: Ask) -> Operation[None]:
@@ -334,7 +377,7 @@ def _pause(ask: Ask) -> Operation[None]:
 def _give_up_waiting(ask: Ask, outcome: Unlocked, *, stalled: bool) -> Operation[NoReturn]:
     shard = ask.shard
     if outcome is Unlocked.SUSPENDED:
-        raise shard.unready_error() from shard.cause
+        raise shard.unready_error()
     if not stalled and ask.wait:
         stalled = yield from _metadata_locked(ask)
     if stalled:
@@ -373,6 +416,33 @@ def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | Unlocked]:
         yield from await_rights(ask)
         return Unlocked.SUSPENDED
     outcome = yield from lock_on(ask, session)
+    return (yield from _conclude(ask, session, outcome, releasing))
+
+
+def _go_on(ask: Ask) -> Operation[Hold | Unlocked]:
+    """Take over from the quick path: raise what it met, or decode and judge the whole reply it has begun to read."""
+    early, ask.early = ask.early, None
+    if isinstance(early, Sent):
+        session, sent_at, releasing = early
+        reply = yield from session.exchange(b"", ask.io_until + GRACE, since=sent_at)
+        outcome = judge(ask, session, reply, sent_at)
+    elif isinstance(early, Complete):
+        session, sent_at, releasing, (slot, epoch, seconds, decimals, read_only) = early
+        row = (slot, epoch, seconds + b"." + decimals, read_only)
+        outcome = judge(ask, session, Rows([row], IN_TRANSACTION), sent_at)
+    else:
+        assert early is not None
+        raise early
+    if isinstance(outcome, Hold) and now() - sent_at > REFRESH_AFTER:
+        yield from session.ping(now() + ask.shard.config.pool.connect_timeout)
+    return (yield from _conclude(ask, session, outcome, releasing))
+
+
+def _conclude(
+    ask: Ask, session: Session, outcome: Hold | Unlocked | ShardError, releasing: Session | None
+) -> Operation[Hold | Unlocked]:
+    """Unless it is a hold: end the transaction, keep the session, and say what the attempt came to."""
+    shard, address = ask.shard, ask.address
     if isinstance(outcome, Hold):
         return outcome
     yield from session.rollback(now() + GRACE)
@@ -398,22 +468,31 @@ def lock_on(ask: Ask, session: Session) -> Operation[Hold | Unlocked | ShardErro
     Raises:
         Gone, Silent: the session is closed.
     """
-    address, dialect = ask.address, session.dialect
     patience = ask.shard.config.pool.connect_timeout
     sent_at = now()
-    if ask.wait:
-        bound = max(0.001, min(MAX_STATEMENT_WAIT, session.longest_wait, ask.deadline.at - sent_at - _SERVER_MARGIN))
-        packet = dialect.lock(address.table, address.slot, bound, ask.core.tag(ask.key), shared=ask.shared)
-        until = min(max(ask.deadline.at, sent_at) + GRACE, sent_at + bound + patience)
-    else:
-        packet = dialect.try_lock(address.table, address.slot, ask.core.tag(ask.key), shared=ask.shared)
-        until = sent_at + _TRY_FOR + patience
+    packet, until = statement(ask, session, sent_at)
     reply = yield from session.exchange(packet, until)
     outcome = judge(ask, session, reply, sent_at)
-    if isinstance(outcome, Hold) and now() - sent_at > _REFRESH_AFTER:
+    if isinstance(outcome, Hold) and now() - sent_at > REFRESH_AFTER:
         # The server's patience with an idle holder began with this grant; ours began when the statement was sent.
         yield from session.ping(now() + patience)
     return outcome
+
+
+def statement(ask: Ask, session: Session, at: float) -> tuple[bytes, float]:
+    """The locking packet for a row, sent at `at`, and the end of waiting for its reply."""
+    address, dialect = ask.address, session.dialect
+    patience = ask.core.config.pool.connect_timeout
+    tag = key_hash(ask.key).encode()
+    if not ask.wait:
+        return dialect.try_lock(address.table, address.slot, tag, ask.shared), at + _TRY_FOR + patience
+    deadline = ask.deadline.at
+    longest = session.longest_wait or MAX_STATEMENT_WAIT
+    left = deadline - at - _SERVER_MARGIN
+    packet = dialect.lock(address.table, address.slot, left if left < longest else longest, tag, ask.shared)
+    if 0.0 < left <= longest:
+        return packet, deadline + GRACE
+    return packet, at + GRACE if left <= 0.0 else at + longest + patience
 
 
 def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Session]:
@@ -432,9 +511,9 @@ def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Se
         ) from None
     except PoolClosed:
         raise RouterClosed("the router is closed") from None
-    except (Gone, Silent) as error:
+    except Silent as error:
         if ask.wait and ask.deadline.left() <= 0:
-            raise PoolTimeout("could not connect within the caller's timeout", shard=shard.id) from error
+            raise PoolTimeout("could not connect within the caller's timeout", shard=shard.id) from driver_error(error)
         raise
 
 
@@ -472,6 +551,7 @@ def judge(ask: Ask, session: Session, reply: Reply, sent_at: float) -> Hold | Un
 def _judge_grant(
     ask: Ask, session: Session, epoch: int, clock: int, read_only: bytes | None, sent_at: float
 ) -> Hold | Unlocked | ShardError:
+    """Decide what a complete reply with the caller's row, locked, is worth."""
     shard = ask.shard
     if read_only != b"0":
         shard.poke_control()
@@ -519,6 +599,19 @@ def _judge_error(ask: Ask, session: Session, error: Err) -> Unlocked | ShardErro
     return _shard_error(ask.shard, Answered(error.code, error.message))
 
 
+def as_shard_error(shard: Shard, error: Exception) -> ShardError:
+    """The contract's error for a connection that could not be had."""
+    if isinstance(error, Answered):
+        return _shard_error(shard, error)
+    made = (
+        PoolTimeout(f"no free connection ({shard.pool.size} allowed)", shard=shard.id)
+        if isinstance(error, Exhausted)
+        else ShardUnavailable(f"does not answer: {error}", shard=shard.id)
+    )
+    made.__cause__ = driver_error(error)
+    return made
+
+
 def _shard_error(shard: Shard, error: Answered) -> ShardError:
     """The contract's error for an answer of the server that is an error."""
     made: ShardError
@@ -528,7 +621,7 @@ def _shard_error(shard: Shard, error: Answered) -> ShardError:
         if error.code in _READ_ONLY_CODES:
             shard.poke_control()
         made = ShardUnavailable(str(error), shard=shard.id)
-    made.__cause__ = error
+    made.__cause__ = driver_error(error)
     return made
 
 
@@ -536,11 +629,13 @@ def _in_outage(ask: Ask) -> Operation[Hold | None]:
     """The breaker is open: refuse, or exclude this process only, as the key's class says."""
     shard, core = ask.shard, ask.core
     if shard.breaker.refusal is not None:
-        raise ShardUnavailable(shard.breaker.refusal, shard=shard.id)
+        raise ShardUnavailable(shard.breaker.refusal, shard=shard.id) from shard.cause
     if ask.rule.on_outage == "refuse":
-        raise ShardUnavailable("does not answer, its breaker is open", shard=shard.id) from shard.cause
+        raise ShardUnavailable(f"does not answer, its breaker is open: {shard.cause}", shard=shard.id) from shard.cause
     if core.storm():
-        raise ShardUnavailable("does not answer, and neither does most of the topology", shard=shard.id)
+        raise ShardUnavailable(
+            "does not answer, and neither does most of the topology", shard=shard.id
+        ) from shard.cause
     gates = core.local_gates
     request = Request(ask.address.slot, ask.key, ask.thing, None, ())
     request.shared = ask.shared

@@ -37,6 +37,8 @@ __all__ = ["Keeper", "Reading", "Rights"]
 _log = logging.getLogger("lockrouter")
 
 _CLOCK_TOLERANCE_US = 50_000
+_SLOWEST_US = 999_000
+"""Microseconds that a clock which is slewed backwards still shows for each second."""
 
 
 class Reading(NamedTuple):
@@ -114,6 +116,10 @@ class Rights(NamedTuple):
     received_at: float
     wall: float
 
+    def lowest(self, sent_at: float) -> float:
+        """The lowest clock, in microseconds, that an answer to a statement sent at `sent_at` may show."""
+        return self.clock + (sent_at - self.received_at) * _SLOWEST_US - _CLOCK_TOLERANCE_US
+
     @property
     def offset(self) -> float:
         """Seconds the server's clock is ahead of this machine's wall clock, as read."""
@@ -121,8 +127,7 @@ class Rights(NamedTuple):
 
     def fell(self, clock: int, sent_at: float) -> bool:
         """True when the server's clock shows less than has passed since the reading these rights come from."""
-        passed = (sent_at - self.received_at) * 0.999
-        return clock < self.clock + int(passed * 1_000_000) - _CLOCK_TOLERANCE_US
+        return clock < self.lowest(sent_at)
 
 
 class Keeper:
@@ -158,7 +163,7 @@ class Keeper:
             try:
                 yield from self._read()
             except Answered as error:
-                shard.refuse(str(error))
+                shard.refuse(str(error), error=error)
             except Gone as error:
                 if self._reused:
                     # The server closed a connection that had been idle: it says nothing of the server. Ask again.
@@ -282,8 +287,8 @@ class Keeper:
             return True
         if last is None or last.incarnation != reading.incarnation:
             return False
-        passed = (reading.sent_at - last.received_at) * 0.999
-        return reading.clock < last.clock + int(passed * 1_000_000) - _CLOCK_TOLERANCE_US
+        passed_us = (reading.sent_at - last.received_at) * _SLOWEST_US
+        return reading.clock < last.clock + passed_us - _CLOCK_TOLERANCE_US
 
     def _permit(self, reading: Reading) -> None:
         shard = self._shard

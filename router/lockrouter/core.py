@@ -63,7 +63,9 @@ class Core:
         self.shards = {shard.id: Shard(config, shard, on_demoted=self._demoted) for shard in config.shards}
         # Rows whose ROLLBACK is on its way, and the session it went out on: the next request should follow it there.
         self.affinity: dict[int, Session] = {}
+        # What dropped handles hold, and what an interrupt has left half released; see `reap`.
         self.orphans: deque[tuple[Hold, bytes]] = deque()
+        self.unfinished: deque[Hold] = deque()
         self._watcher: Watcher | None = None
         self.metrics = Metrics.of(self._registry)
 
@@ -119,10 +121,7 @@ class Core:
         """Wake who waits for a session or at a server, and leave no statement behind there."""
         for shard in self.shards.values():
             shard.pool.close()
-            for session in tuple(shard.pool.sessions):
-                if session.state is State.BUSY and session.hold is None:
-                    shard.kill(session)
-                    session.interrupt()
+            shard.interrupt_waiters()
 
     def forked(self) -> None:
         """In a child process: own nothing, end nothing of the parent's, begin afresh at the next call."""
@@ -168,6 +167,39 @@ class Core:
 
     def free(self, hold: Hold) -> None:
         """Free the row of a hold without handles: handed over, or its ROLLBACK on the way, or its session closed."""
+        try:
+            self._free(hold)
+        except BaseException:
+            self.unfinished.append(hold)
+            raise
+
+    def let_go(self, hold: Hold, key: bytes) -> bool:
+        """Release the usual hold, of one row through one session, one handle, nobody behind it; False: it is not that.
+
+        Raises:
+            An interrupt only; what it leaves undone is done by `reap`.
+        """
+        session = hold.session
+        if session is None or hold.count != 1 or hold.party is not None or hold.shared:
+            return False
+        self.affinity[hold.slot] = session
+        try:
+            if not self.gates.release(hold, key):
+                self.affinity.pop(hold.slot, None)
+                return False
+            with session.mutex:
+                if session.hold is hold and session.state is _HOLDING:
+                    session.last_slots = (hold.slot,)
+                    session.send_rollback(self._settled)
+            shard: Shard = hold.shard
+            shard.pool.give_back(session)
+            shard.stats.row.released(now() - hold.granted_at)
+        except BaseException:
+            self.unfinished.append(hold)
+            raise
+        return True
+
+    def _free(self, hold: Hold) -> None:
         shard: Shard = hold.shard
         held = now() - hold.granted_at
         if hold.session is None:
@@ -231,7 +263,12 @@ class Core:
                 del self.affinity[slot]
 
     def reap(self) -> None:
-        """Release what dropped handles held."""
+        """Release what dropped handles held, and finish releases that were interrupted."""
+        while self.unfinished:
+            try:
+                self._finish(self.unfinished.popleft())
+            except IndexError:
+                return
         while self.orphans:
             try:
                 hold, key = self.orphans.popleft()
@@ -239,6 +276,16 @@ class Core:
                 return
             if self.gates.uncount(hold, key):
                 self.free(hold)
+
+    def _finish(self, hold: Hold) -> None:
+        holds = hold.party.holds if hold.party is not None else [hold]
+        session = hold.session
+        if session is not None and session.lease == hold.lease and session.hold in (None, hold, hold.party):
+            session.die()
+            hold.shard.pool.give_back(session)
+        for one in reversed(holds):
+            self.local_gates.leave(one)
+            self.gates.leave(one)
 
     # -- loss ---------------------------------------------------------------------------------------------------
 

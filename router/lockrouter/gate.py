@@ -44,6 +44,9 @@ _NESTED, _LEAD, _QUEUED = Place.NESTED, Place.LEAD, Place.QUEUED
 _HOLDER, _BUSY, _GONE = Place.HOLDER, Place.BUSY, Place.GONE
 
 
+_NOT_WAITING = frozenset({_NESTED, _HOLDER, _BUSY, _GONE})
+
+
 class Hold:
     """One occupation of a row by one owner, from the grant until the last of its handles is released."""
 
@@ -76,6 +79,7 @@ class Hold:
         self.owner = owner
         self.shard = shard
         self.session = session
+        self.lease = session.lease if session is not None else 0
         self.degraded = session is None
         self.base = base
         self.passes = passes
@@ -217,6 +221,7 @@ class Gates:
             gate = self._gates.get(request.slot)
             if gate is None:
                 gate = self._gates[request.slot] = _Gate()
+            if not gate.queue and gate.admits(request) and not gate.readers:
                 gate.make_lead(request)
                 return _LEAD
             own = gate.own(request)
@@ -231,6 +236,7 @@ class Gates:
                 gate.make_lead(request)
                 return _LEAD
             if not wait:
+                request.place = _BUSY
                 return _BUSY
             if max_waiters is not None and len(gate.queue) >= max_waiters:
                 raise Overloaded(f"{max_waiters} callers of this process wait for the row already")
@@ -288,7 +294,7 @@ class Gates:
         """Give up waiting. HOLDER: the row was handed over before and is the caller's; else GONE, a lead passed on."""
         with self._lock:
             place = request.place
-            if place in (_HOLDER, _GONE, _NESTED):
+            if place in _NOT_WAITING:
                 return place
             gate = self._gates[request.slot]
             if place is _QUEUED:
@@ -333,6 +339,21 @@ class Gates:
                 if hold.count:
                     hold.seen |= {key}
             return not hold.count and (hold.party is None or not hold.party.open)
+
+    def release(self, hold: Hold, key: bytes) -> bool:
+        """`uncount` and `leave` in one block, for the usual hold: one handle, nobody behind it. False: it is not that.
+
+        The row's ROLLBACK follows: whoever comes now asks the server, and waits there for it.
+        """
+        with self._lock:
+            if hold.count != 1:
+                return False
+            gate = self._gates[hold.slot]
+            if gate.holder is not hold or gate.queue:
+                return False
+            hold.count = 0
+            del self._gates[hold.slot]
+            return True
 
     def add_key(self, hold: Hold, key: bytes) -> None:
         """Count one more handle of a hold, for a key of its row."""

@@ -83,11 +83,13 @@ class LentSession(Session):
         self.answered_at = now()
         self.safe_from = max(self.safe_from, self.sent_at)
 
-    def exchange(self, packet: bytes, until: float, *, more: bool = False) -> Operation[Reply]:
+    def exchange(
+        self, packet: bytes, until: float, *, more: bool = False, since: float | None = None
+    ) -> Operation[Reply]:
         """As `Session.exchange`; never between the caller's own statement and its reply."""
         if self.connection.busy:
             raise RuntimeError("a statement of the transaction is still in flight on its connection")
-        return (yield from super().exchange(packet, until, more=more))
+        return (yield from super().exchange(packet, until, more=more, since=since))
 
     def drain(self) -> bool:
         """While lent, look without reading: anything to read, and no command in flight, is the end."""

@@ -190,8 +190,9 @@ class Pool:
     def give_back(self, session: Session) -> None:
         """Return a session: kept when it is idle or its ROLLBACK is on the way, closed in any other state."""
         keep = session.state in _KEPT
-        session.fresh = False
         with self._lock:
+            session.lease += 1
+            session.fresh = False
             if keep and not self._closed and self._total <= self.size:
                 if not self._queue:
                     self._idle[session.lane].append(session)

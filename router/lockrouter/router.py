@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from lockrouter.acquire import Ask, require_row_mode, take_row
+from lockrouter.acquire import Ask, abandon, as_shard_error, require_row_mode, take_row
 from lockrouter.config import RouterConfig, load
 from lockrouter.core import Core
 from lockrouter.deadline import Deadline, checked_timeout, now
@@ -18,10 +18,13 @@ from lockrouter.fencing import Target, fence
 from lockrouter.lockin import LockIn, lock_in
 from lockrouter.lockset import LockSet, lock_all, name_keys
 from lockrouter.owners import record
+from lockrouter.pool import Exhausted
 from lockrouter.protocol.effects import WAIT, Operation, drive
+from lockrouter.quick import take_row_now
 from lockrouter.rerun import run
 from lockrouter.routing import Address, encode
 from lockrouter.rowlock import RowLock
+from lockrouter.session import Answered, Gone, Silent, driver_error
 from lockrouter.shard import Shard
 from lockrouter.transaction import Keys, Transaction
 
@@ -137,7 +140,7 @@ class LockRouter:
         handle = RowLock(core, key, raw, ask.address, confirm=confirm)
         stats, segment = ask.shard.stats, core.segment(ask.address.bucket)
         try:
-            hold = drive(take_row(ask))
+            hold = take_row_now(ask) or drive(take_row(ask))
             if hold is None:
                 stats.row.ended("busy", deadline.waited(), segment)
                 return None, ask
@@ -150,7 +153,10 @@ class LockRouter:
             stats.row.ended("refused" if refused else "error", deadline.waited(), segment)
             raise
         except BaseException:
-            if not handle.attached:
+            abandon(ask)
+            if handle.attached:
+                handle.discard()
+            else:
                 core.give_up(ask)
             raise
         if hold.thing is ask.thing and hold not in ask.owns:
@@ -165,10 +171,11 @@ class LockRouter:
         """A context manager: a SQLAlchemy `Connection` in the very transaction that holds the row locks of `keys`.
 
         The handle is in the connection's `info["lock"]`; `Session(bind=connection)` works. Leaving the block commits,
-        and waits for the reply; an error rolls back. Whatever ends the server's transaction before (a deadlock, DDL,
-        a COMMIT, a lost connection) poisons the block: every further statement raises `LockLost`, and so does leaving
-        it, even if the body swallowed the error. It never degrades. The body's idle time is bounded by
-        `[transaction]`'s `idle`.
+        and waits for the reply; an error rolls back. Whatever would end the server's transaction before (a deadlock,
+        a lost connection, DDL, a COMMIT of the body's own) poisons the block: it is rolled back, every further
+        statement raises `LockLost`, and so does leaving it, even if the body swallowed the error. Nothing but leaving
+        commits; only a procedure that commits inside cannot be kept from it, and is noticed afterwards. It never
+        degrades. Between statements the body may be idle for `[transaction]`'s `idle` seconds.
 
         Args:
             keys: one key, or several that share a shard.
@@ -177,7 +184,7 @@ class LockRouter:
         Raises:
             CrossShard: the keys live on different shards.
             WouldDeadlock: the caller holds one of the rows already.
-            LockLost: on leaving: the transaction had ended; nothing since its end was committed.
+            LockLost: on leaving: the transaction had ended before, and was not committed.
             OutcomeUnknown: on leaving: the reply to COMMIT was lost. See `run`.
             Everything that `lock` raises.
         """
@@ -284,6 +291,8 @@ def _warm(shard: Shard) -> Operation[None]:
     try:
         for _ in range(shard.config.pool.min_idle):
             sessions.append((yield from shard.pool.check_out(until, wait=False)))
+    except (Gone, Silent, Answered, Exhausted) as error:
+        raise as_shard_error(shard, error) from driver_error(error)
     finally:
         for session in sessions:
             shard.pool.give_back(session)

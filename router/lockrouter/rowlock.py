@@ -48,6 +48,14 @@ class RowLock:
         self._token = self._core.gates.token_of(hold, self._key)
         self._open.append(True)
 
+    def discard(self) -> None:
+        """Have the background release what is held, when the call that made this handle was interrupted."""
+        try:
+            self._open.pop()
+        except IndexError:
+            return
+        self._core.orphans.append((self._held, self._key))
+
     @property
     def attached(self) -> bool:
         """True while the handle has a hold to release."""
@@ -119,24 +127,33 @@ class RowLock:
         """
         if self._generation is not self._core.generation:
             return
+        core, hold = self._core, self._held
+        counted = popped = False
         try:
-            self._open.pop()
-        except IndexError:
-            raise NotHeld("the lock was released before") from None
-        hold = self._held
-        reason = self._core.loss_of(hold)
-        try:
-            if self._core.gates.uncount(hold, self._key):
+            try:
+                self._open.pop()
+                popped = True
+            except IndexError:
+                raise NotHeld("the lock was released before") from None
+            reason = core.loss_of(hold)
+            if not confirm and reason is None and core.let_go(hold, self._key):
                 forget(hold)
-                if confirm and reason is None and hold.session is not None:
-                    reason = self._confirmed(hold, hold.session)
-                self._core.free(hold)
-            elif confirm and reason is None and hold.session is not None:
-                reason, _ = self._core.ask_server(hold)
+                return
+            last = core.gates.uncount(hold, self._key)
+            counted = True
+        except BaseException:
+            if popped and not counted and hold.count:
+                core.orphans.append((hold, self._key))
+            raise
+        try:
+            if confirm and reason is None and hold.session is not None:
+                reason = self._confirmed(hold, hold.session) if last else core.ask_server(hold)[0]
         finally:
-            if reason is not None:
-                self._core.lose_hold(hold, reason)
+            if last:
+                core.free(hold)
+                forget(hold)
         if reason is not None:
+            core.lose_hold(hold, reason)
             raise self._lost_error(reason)
 
     def _confirmed(self, hold: Hold, session: Session) -> LossReason | None:

@@ -27,15 +27,15 @@ from lockrouter.protocol.packets import (
     QUIT,
     ROLLBACK,
     Err,
+    Grants,
     Ok,
     ProtocolViolation,
     Reply,
     ReplyReader,
     Rows,
-    Shapes,
 )
 from lockrouter.protocol.wire import Wire
-from lockrouter.sql.statements import MAX_STATEMENT_WAIT, Dialect, dialect_of
+from lockrouter.sql.statements import Dialect, dialect_of
 
 if TYPE_CHECKING:
     from lockrouter.config import Endpoint
@@ -51,6 +51,7 @@ __all__ = [
     "State",
     "authenticate",
     "dial",
+    "driver_error",
     "login",
     "open_session",
     "set_up",
@@ -100,6 +101,17 @@ class Answered(Exception):
         self.code = code
 
 
+def driver_error(error: BaseException) -> BaseException:
+    """The error PyMySQL raised, or would have raised for what the server answered, or the operating system's."""
+    if error.__cause__ is not None:
+        return error.__cause__
+    if isinstance(error, Answered) and error.code:
+        kind = pymysql.err.error_map.get(error.code, pymysql.err.OperationalError)
+        made: BaseException = kind(error.code, error.args[0])
+        return made
+    return error
+
+
 class _NeverRaised(Exception):
     """The one kind of failure DBUtils may repair by itself: none."""
 
@@ -111,6 +123,7 @@ class Session:
     """
 
     __slots__ = (
+        "_grants",
         "_on_settled",
         "_reader",
         "_steady",
@@ -122,6 +135,7 @@ class Session:
         "hold",
         "incarnation",
         "last_slots",
+        "lease",
         "mutex",
         "ping_sent_at",
         "safe_from",
@@ -131,11 +145,13 @@ class Session:
     )
 
     lane = ROWS
-    longest_wait = MAX_STATEMENT_WAIT
+    # A shorter bound on one locking statement than usual, where the session's own settings demand it; 0: none.
+    longest_wait = 0.0
 
-    def __init__(self, steady: Any, connection: Connection[Any], shapes: Shapes | None = None) -> None:
+    def __init__(self, steady: Any, connection: Connection[Any], grants: Grants | None = None) -> None:
         self._steady = steady
-        self._reader = ReplyReader(shapes)
+        self._reader = ReplyReader()
+        self._grants = grants or Grants()
         self._on_settled: Callable[[Session], None] | None = None
         self.wire = Wire(connection._sock)  # type: ignore[attr-defined]
         self.dialect: Dialect = dialect_of(connection.server_version)  # type: ignore[attr-defined]
@@ -147,15 +163,20 @@ class Session:
         # Why a dead session ended, as far as it knows.
         self.end = LossReason.CLOSED
         self.last_slots: tuple[int, ...] = ()
+        # Raised by the pool at each return, so that nobody returns what is another's by now.
+        self.lease = 0
         self.unread = 0
         self.fresh = True
         self.answered_at = self.safe_from = now()
         self.ping_sent_at: float | None = None
 
-    def exchange(self, packet: bytes, until: float, *, more: bool = False) -> Operation[Reply]:
+    def exchange(
+        self, packet: bytes, until: float, *, more: bool = False, since: float | None = None
+    ) -> Operation[Reply]:
         """Send one command and return its complete reply; whatever else happens, the session is dead.
 
-        With `more` the packet was a train, and the next reply is fetched by an exchange of nothing.
+        With `more` the packet was a train, and the next reply is fetched by an exchange of nothing. `since` is when
+        the command was sent, where that was before.
 
         Afterwards the state is BUSY: the caller says what it is now.
 
@@ -166,7 +187,7 @@ class Session:
         self.state = _BUSY
         answered = False
         try:
-            sent_at = now()
+            sent_at = since if since is not None else now()
             if packet:
                 # One unread OK is 11 bytes long; whatever comes behind it makes it more.
                 least = _OK_SIZE + 1 if self.unread == 1 else 1
@@ -196,6 +217,41 @@ class Session:
         self.answered_at = now()
         self.safe_from = sent_at
         return reply
+
+    def talk_now(self, packet: bytes, until: float, at: float, table: int) -> tuple[bytes, ...] | None:
+        """The quick form of `exchange` for a locking statement, blocking: the fields of a reply that is a plain grant.
+
+        None: the reply is something else, or not complete; it is kept, and an `exchange` of nothing goes on with it.
+        Afterwards the state is BUSY, or, after an error, DEAD.
+
+        Raises:
+            Silent, Gone: as `exchange`.
+        """
+        self.state = _BUSY
+        try:
+            unread = self.unread
+            data = self.wire.talk(packet, until, _OK_SIZE + 1 if unread == 1 else 1)
+            if not data:
+                raise Gone("the server closed the connection")
+            fields = self._grants.fields(data, table, unread) if self._reader.empty else None
+            if fields is None:
+                self._reader.feed(data)
+                return None
+        except TimeoutError as error:
+            self.die()
+            raise Silent(str(error)) from None
+        except OSError as error:
+            self.die()
+            raise Gone(str(error)) from error
+        except BaseException:
+            self.die()
+            raise
+        if unread:
+            self.unread = 0
+            self._settled()
+        self.safe_from = at
+        self.answered_at = now()
+        return fields
 
     def _feed(self, data: bytes) -> None:
         if not data:
@@ -397,24 +453,30 @@ def authenticate(connection: Connection[Any], endpoint: Endpoint, seconds: float
     Raises:
         Answered, Gone: as `dial`.
     """
+    bound = max(0.001, seconds)
     try:
-        connection.connect(_plain_socket(endpoint, max(0.001, seconds)))
+        connection.connect(_plain_socket(endpoint, bound))
     except pymysql.MySQLError as error:
         code = error.args[0] if error.args and isinstance(error.args[0], int) else 0
         text = str(error.args[1]) if len(error.args) > 1 else str(error)
         if 1000 <= code < 2000 or 3000 <= code < 4000:
             raise Answered(code, text) from error
+        if isinstance(getattr(error, "original_exception", None), TimeoutError) or "timed out" in text:
+            raise Silent(text) from error
         raise Gone(text) from error
+    except TimeoutError as error:
+        raise Silent(f"no connection within {bound:.3f} s") from error
     except OSError as error:
         raise Gone(str(error)) from error
 
 
-def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, shapes: Shapes | None = None) -> Session:
+def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, grants: Grants | None = None) -> Session:
     """Connect and authenticate within about `seconds`, blocking; the session is IDLE and not yet set up.
 
     Raises:
         Answered: the server answered with an error (access denied, too many connections, unknown database).
-        Gone: it could not be reached, or ended the connection.
+        Gone: it refused, could not be reached, or ended the connection.
+        Silent: it did not answer in time.
     """
     steady = SteadyDBConnection(
         pymysql,
@@ -425,7 +487,7 @@ def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, shapes:
     )
     connection = steady._con
     authenticate(connection, endpoint, seconds)
-    session = Session(steady, connection, shapes)
+    session = Session(steady, connection, grants)
     # The socket is this module's now: PyMySQL's reader must not take bytes, its finaliser must not send any.
     connection._rfile, connection._sock, connection._closed = None, None, True
     return session
@@ -438,7 +500,7 @@ def open_session(
     *,
     control: bool,
     ghost_timeout: int,
-    shapes: Shapes | None = None,
+    grants: Grants | None = None,
 ) -> Operation[Session]:
     """Return a session that is set up for its purpose; nothing of a failed attempt remains.
 
@@ -446,7 +508,7 @@ def open_session(
         Answered, Gone, Silent: as `dial`, and for what the set-up says.
     """
     until = now() + seconds
-    session: Session = yield (CALL, lambda: dial(endpoint, seconds, tls, shapes), None)
+    session: Session = yield (CALL, lambda: dial(endpoint, seconds, tls, grants), None)
     setup = session.dialect.control_setup if control else session.dialect.session_setup
     yield from set_up(session, setup(ghost_timeout), until)
     return session

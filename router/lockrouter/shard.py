@@ -17,9 +17,9 @@ from lockrouter.lent import LentSession, open_lent
 from lockrouter.metrics import ShardStats
 from lockrouter.pool import Pool
 from lockrouter.protocol.effects import CALL, SLEEP, Operation, Waiter
-from lockrouter.protocol.packets import PING, Shapes
+from lockrouter.protocol.packets import PING, Grants
 from lockrouter.routing import PROTOCOL, fingerprint
-from lockrouter.session import Answered, Gone, Session, Silent, State, open_session, single_row
+from lockrouter.session import Answered, Gone, Session, Silent, State, driver_error, open_session, single_row
 from lockrouter.watcher import Task, Watcher
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Shard:
         self.endpoint = self.endpoints[0]
         self._tls = _tls_context(self.endpoint)
         self._on_demoted = on_demoted
-        self._shapes = Shapes()
+        self._grants = Grants()
         self._lock = threading.Lock()
         self._changed: list[Waiter] = []
         self.rights: Rights | None = None
@@ -127,7 +127,7 @@ class Shard:
             self._tls,
             control=control,
             ghost_timeout=self.config.router.ghost_timeout,
-            shapes=None if control else self._shapes,
+            grants=None if control else self._grants,
         )
 
     def _open_for_rows(self, until: float) -> Operation[Session]:
@@ -194,8 +194,9 @@ class Shard:
         self.refusal = None
         self.waiting_for = why
 
-    def refuse(self, why: str, *, mismatch: bool = False) -> None:
+    def refuse(self, why: str, *, mismatch: bool = False, error: BaseException | None = None) -> None:
         """The server answers, and must not be asked for locks: callers get an error at once."""
+        self.cause = None if error is None else driver_error(error)
         if self.refusal is None or self.refusal.why != why:
             _log.warning("shard %s: grants nothing: %s", self.id, why)
         self.rights = None
@@ -210,12 +211,20 @@ class Shard:
 
     def fault(self, error: BaseException, *, probe: bool = False) -> None:
         """The server did not answer."""
-        self.cause = error
+        self.cause = driver_error(error)
         if self.breaker.fault(probe=probe):
             _log.warning("shard %s: does not answer, breaker open: %s", self.id, error)
             self.rights = None
             self.waiting_for = f"the shard does not answer: {error}"
+            self.interrupt_waiters()
             self._wake()
+
+    def interrupt_waiters(self) -> None:
+        """Wake who waits at the server for a row; what they sent is abandoned, and to be killed."""
+        for session in tuple(self.pool.sessions):
+            if session.state is State.BUSY and session.hold is None:
+                self.kill(session)
+                session.interrupt()
 
     def note_clock(self, clock: int, sent_at: float) -> bool:
         """Compare a grant's clock with the last reading; True when it went back: the shard needs a new term."""
@@ -252,11 +261,15 @@ class Shard:
         if refusal is None:
             return None
         kind = TopologyMismatch if refusal.mismatch else ShardUnavailable
-        return kind(refusal.why, shard=self.id)
+        return self._caused(kind(refusal.why, shard=self.id))
 
     def unready_error(self) -> ShardError:
         """The error for callers that cannot wait longer for the right to grant."""
-        return ShardUnavailable(self.waiting_for, shard=self.id)
+        return self._caused(ShardUnavailable(self.waiting_for, shard=self.id))
+
+    def _caused(self, error: ShardError) -> ShardError:
+        error.__cause__ = self.cause
+        return error
 
     def close(self) -> None:
         """Close every connection."""

@@ -25,6 +25,7 @@ from lockrouter.testing.server import free_port
 __all__ = ["Cut", "Proxy", "Rule", "Way", "dead_port"]
 
 _RST = struct.pack("ii", 1, 0)
+_REMEMBER = 20_000
 
 
 class Way(enum.Enum):
@@ -72,6 +73,7 @@ class _Link:
         self.sides = {Way.UP: client, Way.DOWN: server}
         self.rule: Rule | None = None
         self.stalled = False
+        self.said = b""
         self.silent: set[Way] = set()
 
     def other(self, way: Way) -> socket.socket:
@@ -125,9 +127,9 @@ class Proxy:
         chosen = set(ways or Way)
         self._do(lambda: self._silence(chosen, living=living))
 
-    def cut(self, how: Cut = Cut.FIN, *, after: int = 0) -> None:
-        """End all living connections but the `after` oldest."""
-        self._do(lambda: self._end_all(how, after))
+    def cut(self, how: Cut = Cut.FIN, *, after: int = 0, said: bytes = b"") -> None:
+        """End the living connections but the `after` oldest; with `said`, only those whose clients have sent that."""
+        self._do(lambda: self._end_all(how, after, said))
 
     def add(self, rule: Rule) -> Rule:
         """Have `rule` applied to one connection."""
@@ -263,6 +265,8 @@ class Proxy:
         if not data:
             self._end(link, Cut.FIN)
             return
+        if way is Way.UP and len(link.said) < _REMEMBER:
+            link.said += data
         if link.rule is None and way is Way.UP:
             for rule in self._rules:
                 if rule.marker is not None and rule.marker in data:
@@ -308,9 +312,10 @@ class Proxy:
             else:
                 side.close()
 
-    def _end_all(self, how: Cut, after: int) -> None:
+    def _end_all(self, how: Cut, after: int, said: bytes) -> None:
         for link in self._links[after:]:
-            self._end(link, how)
+            if said in link.said:
+                self._end(link, how)
 
     # -- states -------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ class FakeSession:
 
     def __init__(self) -> None:
         self.hold: Hold | None = None
+        self.lease = 0
 
 
 class Caller:

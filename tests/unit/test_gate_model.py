@@ -40,6 +40,7 @@ class Deadline(Exception):
 class FakeSession:
     def __init__(self) -> None:
         self.hold: Hold | None = None
+        self.lease = 0
         self.dead = False
         # Known to be lost: found dead by the watcher, or its server is no longer the primary.
         self.condemned = False

@@ -14,12 +14,12 @@ from lockrouter.protocol.packets import (
     QUIT,
     ROLLBACK,
     Err,
+    Grants,
     Ok,
     ProtocolViolation,
     Reply,
     ReplyReader,
     Rows,
-    Shapes,
     decode,
     query,
 )
@@ -361,60 +361,94 @@ def test_mutated_replies_raise_nothing_but_a_violation() -> None:
         feed_hostile([bytes(data)])
 
 
-def taught(*streams: bytes) -> Shapes:
-    shapes = Shapes()
-    for data in streams:
-        reader = ReplyReader(shapes)
-        reader.feed(data)
-        while reader.next() is not None:
-            pass
-    return shapes
+ROLLED_BACK = ok()
 
 
-def outcome(shapes: Shapes, chunks: list[bytes]) -> list[Reply] | None:
-    """What a reader with these shapes gives out of the chunks; None: a violation."""
-    reader, found = ReplyReader(shapes), []
-    try:
-        for chunk in chunks:
-            reader.feed(chunk)
-            while (reply := reader.next()) is not None:
-                found.append(reply)
-    except ProtocolViolation:
-        return None
-    return found
+def grant(slot: bytes, epoch: bytes, clock: bytes, read_only: bytes, status: int = 1) -> bytes:
+    return result(4, [(slot, epoch, clock, read_only)], status)
 
 
-LESSONS = [result(columns, [(b"1",) * columns]) for columns in (1, 2, 4, 64)] + [result(4, [])]
+def test_a_grant_is_found_by_how_its_table_s_replies_begin() -> None:
+    grants = Grants()
+    first = grant(b"17", b"1", b"1767225600.000004", b"0")
+    assert grants.fields(first, 3, 0) is None, "the first one teaches"
+    assert grants.fields(first, 3, 0) == (b"17", b"1", b"1767225600", b"000004", b"0")
+    second = grant(b"4294967295", b"12", b"1967225600.999999", b"1")
+    assert grants.fields(second, 3, 0) == (b"4294967295", b"12", b"1967225600", b"999999", b"1")
+    assert grants.fields(second, 4, 0) is None, "another table"
+    assert grants.fields(ROLLED_BACK + second, 3, 0) is None, "one reply too many"
+    assert grants.fields(ROLLED_BACK + second, 3, 1) is None
+    assert grants.fields(ROLLED_BACK + second, 3, 1) == (b"4294967295", b"12", b"1967225600", b"999999", b"1")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        grant(b"17", b"1", b"1767225600.000004", b"0", 0),
+        grant(b"17", b"1", b"1767225600.000004", b"0", 9),
+        grant(b"17", b"1", b"1767225600.0004", b"0"),
+        grant(b"17", b"1", b"1767225600.000004", b"2"),
+        grant(b"", b"1", b"1767225600.000004", b"0"),
+        grant(b"-7", b"1", b"1767225600.000004", b"0"),
+        result(4, []),
+        result(4, [(b"17", b"1", b"1767225600.000004", None)]),
+        result(4, [(b"17", b"1", b"1767225600.000004", b"0")] * 2),
+        grant(b"17", b"1", b"1767225600.000004", b"0")[:-1],
+        grant(b"17", b"1", b"1767225600.000004", b"0") + GOLDEN_OK,
+        b"".join(row_packets(4, [(b"17", b"1", b"1767225600.000004", b"0")], 1, end=b"\xff\xd0\x0b#HY000late")),
+        err(1205, "Lock wait"),
+        GOLDEN_OK,
+        b"",
+    ],
+)
+def test_anything_but_one_row_in_a_transaction_is_no_grant(reply: bytes) -> None:
+    grants = Grants()
+    for unread, before in ((0, b""), (1, ROLLED_BACK)):
+        grants.fields(before + grant(b"17", b"1", b"1767225600.000004", b"0"), 0, unread)
+        assert grants.fields(before + reply, 0, unread) is None
+        again = before + grant(b"17", b"1", b"1767225600.000004", b"0")
+        assert grants.fields(again, 0, unread) or grants.fields(again, 0, unread), "at the latest it is learned anew"
+
+
+def test_a_grant_is_never_read_otherwise_than_the_decoder_reads_it() -> None:
+    draw = random.Random(5)
+    seeds = [
+        grant(b"17", b"1", b"1767225600.000004", b"0"),
+        grant(b"2097151", b"345", b"1767225601.123456", b"1", 3),
+        grant(b"17", b"11", b"1767225601.123456", b"1", 8),
+    ]
+    grants = Grants()
+    grants.fields(seeds[0], 0, 0)
+    agreed = 0
+    for _ in range(40_000):
+        data = bytearray(draw.choice(seeds))
+        for _ in range(draw.randrange(0, 3)):
+            at = len(data) - 1 - draw.randrange(draw.choice((9, 14, 45)))
+            change = draw.randrange(6)
+            if change == 0:
+                del data[at]
+            elif change == 1:
+                data.insert(at, draw.choice(b"0123456789\x01\x02\x11"))
+            else:
+                data[at] = draw.choice((0, 1, 2, 3, 5, 8, 0x10, 0x11, 0x30, 0x39, 0xFB, 0xFE, draw.randrange(256)))
+        fields = grants.fields(bytes(data), 0, 0)
+        if fields is None:
+            continue
+        agreed += 1
+        found = decode(bytes(data))
+        assert found is not None and found[1] == len(data) and isinstance(found[0], Rows), bytes(data).hex()
+        slot, epoch, seconds, decimals, read_only = fields
+        assert found[0].rows == [(slot, epoch, seconds + b"." + decimals, read_only)]
+        assert found[0].status & 9 == 1
+    assert agreed > 3_000
 
 
 @quick
-@given(streams, st.lists(st.integers(0, 1 << 20), max_size=4))
-def test_known_shapes_change_no_reply(stream: list[tuple[bytes, Reply]], points: list[int]) -> None:
-    data = b"".join(part for part, _ in stream)
-    shapes = taught(*LESSONS, data)
-    expected = [reply for _, reply in stream]
-    assert outcome(shapes, [data]) == outcome(shapes, cut(data, points)) == expected
-
-
-def test_known_shapes_accept_nothing_that_is_refused_without_them() -> None:
-    draw = random.Random(5)
-    shapes = taught(*LESSONS)
-    rows: list[Row] = [(b"17", b"1", b"1767225600.000004", b"0"), (b"", None, b"\x00", b"x" * 250)]
-    seeds = [result(4, [row], status) for row in rows for status in (1, 3, 8)] + [result(4, rows), result(1, [(b"",)])]
-    for _ in range(20_000):
-        data = bytearray(draw.choice(seeds))
-        tail = min(len(data), draw.choice((9, 14, 60)))
-        for _ in range(draw.randrange(1, 3)):
-            data[len(data) - 1 - draw.randrange(tail)] = draw.choice(
-                (0, 1, 5, 0xFA, 0xFB, 0xFE, 0xFF, draw.randrange(256))
-            )
-        assert outcome(shapes, [bytes(data)]) == outcome(Shapes(), [bytes(data)]), bytes(data).hex()
-
-
-def test_shapes_are_few() -> None:
-    shapes = Shapes()
-    for number in range(300):
-        packets = row_packets(1, [(b"1",)], 1)
-        packets[1] = packet(column(b"c%d" % number), 2)
-        assert outcome(shapes, [b"".join(packets)] * 2) == [Rows([(b"1",)], 1)] * 2
-    assert len(shapes._known) <= 128
+@given(st.binary(max_size=60), st.integers(0, 2))
+def test_hostile_bytes_are_no_grant(data: bytes, unread: int) -> None:
+    grants = Grants()
+    lesson = grant(b"17", b"1", b"1767225600.000004", b"0")
+    grants.fields(lesson, 0, 0)
+    grants.fields(ROLLED_BACK + lesson, 0, 1)
+    assert grants.fields(data, 0, unread) is None
+    assert grants.fields(lesson[: len(lesson) - 40] + data, 0, unread) is None or lesson.endswith(data[-20:])

@@ -6,6 +6,7 @@ packet, trailing bytes, a request for a local file. Text protocol without CLIENT
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 __all__ = [
@@ -14,12 +15,12 @@ __all__ = [
     "QUIT",
     "ROLLBACK",
     "Err",
+    "Grants",
     "Ok",
     "ProtocolViolation",
     "Reply",
     "ReplyReader",
     "Rows",
-    "Shapes",
     "decode",
     "query",
 ]
@@ -27,10 +28,9 @@ __all__ = [
 IN_TRANSACTION = 0x0001
 """SERVER_STATUS_IN_TRANS: set in the last packet of a reply while a transaction is open."""
 
-_AUTOCOMMIT_MORE = 0x0008
+_MORE_RESULTS = 0x0008
 _MAX_REPLY = 1 << 20
 _MAX_COLUMNS = 64
-_MAX_SHAPES = 128
 
 
 class ProtocolViolation(Exception):
@@ -88,7 +88,7 @@ def _decode_ok(payload: bytes) -> Ok:
     affected, at = _lenenc(payload, 1)
     _, at = _lenenc(payload, at)
     status = payload[at] | payload[at + 1] << 8
-    if status & _AUTOCOMMIT_MORE:
+    if status & _MORE_RESULTS:
         raise ProtocolViolation("unexpected second result")
     return Ok(affected, status)
 
@@ -119,6 +119,8 @@ def _decode_row(payload: bytes, columns: int) -> tuple[bytes | None, ...]:
 
 _PLAIN_OK = b"\x07\x00\x00\x01\x00\x00\x00"
 _IDLE_OK = Ok(0, 0)
+# The OK of a ROLLBACK: no transaction is open, nothing was warned of.
+_ROLLED_BACK = _PLAIN_OK + b"\x00\x00\x00\x00"
 
 
 class _Incomplete(Exception):
@@ -165,7 +167,7 @@ def _decode(data: bytes, at: int) -> tuple[Reply, int]:
     if numbered == 0:
         raise ProtocolViolation("unsolicited packet")
     if kind == 0x00:
-        if payload[:3] == b"\x00\x00\x00" and len(payload) == 7 and not payload[3] & _AUTOCOMMIT_MORE:
+        if payload[:3] == b"\x00\x00\x00" and len(payload) == 7 and not payload[3] & _MORE_RESULTS:
             return Ok(0, payload[3] | payload[4] << 8), end
         return _decode_ok(payload), end
     if len(payload) != 1 or kind > _MAX_COLUMNS:
@@ -189,7 +191,7 @@ def _decode_rows(data: bytes, at: int, columns: int) -> tuple[Reply, int]:
         payload, at = _packet(data, at, sequence)
         if payload[0] == 0xFE and len(payload) < 9:
             status = payload[3] | payload[4] << 8
-            if status & _AUTOCOMMIT_MORE:
+            if status & _MORE_RESULTS:
                 raise ProtocolViolation("unexpected second result")
             return Rows(rows, status), at
         if payload[0] == 0xFF:
@@ -197,75 +199,71 @@ def _decode_rows(data: bytes, at: int, columns: int) -> tuple[Reply, int]:
         rows.append(_decode_row(payload, columns))
 
 
-class Shapes:
-    """The column definitions seen before on one server, byte for byte, so that a reply's row is found at once.
+class Grants:
+    """Replies to locking statements on one shard, found by what they begin with.
 
-    Only replies that `decode` accepted teach a shape, and only an equal beginning uses it: the result is the same.
+    The column definitions of a table's reply are the same each time, byte for byte. Only a reply that `decode` accepted
+    whole teaches its beginning, and only an equal beginning uses it, so the result is the same as `decode`'s.
     """
 
-    __slots__ = ("_known", "_widths")
+    __slots__ = ("_beginnings",)
 
     def __init__(self) -> None:
-        # The number of columns, and how the packet that ends the one row begins.
-        self._known: dict[bytes, tuple[int, bytes]] = {}
-        # Few: the statements of a session's life, whose table names are of one length.
-        self._widths: tuple[int, ...] = ()
+        self._beginnings: dict[int, bytes] = {}
 
-    def learn(self, data: bytes) -> None:
-        """Remember the beginning of a reply of rows, up to the end of its column definitions."""
-        columns = data[4]
-        at = 5
-        for _ in range(columns + 1):
-            at += 4 + (data[at] | data[at + 1] << 8 | data[at + 2] << 16)
-        if len(self._known) < _MAX_SHAPES:
-            self._known[data[:at]] = columns, bytes((5, 0, 0, columns + 4, 0xFE))
-            if at not in self._widths:
-                self._widths += (at,)
+    def fields(self, data: bytes, table: int, unread: int) -> tuple[bytes, ...] | None:
+        """Slot, epoch, seconds, their six decimals and read_only of a reply that is one such row in a transaction.
 
-    def one_row(self, data: bytes) -> Rows | None:
-        """Decode a reply that is one short row of a known shape and nothing more; None: ask `decode`."""
-        if data[3:4] != b"\x01" or data[4:5] == b"\x00":
+        `unread` (0 or 1) plain OKs of a ROLLBACK come before it. None: it is anything else, or not complete.
+        """
+        beginning = self._beginnings.get(table << 1 | unread)
+        if beginning is None or not data.startswith(beginning):
+            self._learn(data, table, unread)
             return None
-        for at in self._widths:
-            shape = self._known.get(data[:at])
-            if shape is not None:
-                try:
-                    return _one_row(data, at, *shape)
-                except IndexError:
-                    return None
-        return None
-
-
-def _one_row(data: bytes, at: int, columns: int, tail: bytes) -> Rows | None:
-    end = len(data) - 9
-    if (
-        end - at < 4
-        or data[at : at + 4] != bytes((end - at - 4 & 0xFF, end - at - 4 >> 8 & 0xFF, 0, columns + 3))
-        or data[end : end + 5] != tail
-        or data[end + 7] & _AUTOCOMMIT_MORE
-    ):
-        return None
-    at += 4
-    values = []
-    for _ in range(columns):
-        size = data[at]
-        if size > 0xFA:
+        row = _GRANT(data, len(beginning))
+        if row is None:
             return None
-        at += 1 + size
-        values.append(data[at - size : at])
-    if at != end:
-        return None
-    return Rows([tuple(values)], data[end + 7] | data[end + 8] << 8)
+        size, status = row.group(1, 7)
+        fields = row.group(2, 3, 4, 5, 6)
+        at, slot = len(beginning), len(fields[0])
+        if (
+            size[0] != len(data) - at - 13
+            or data[at + 4] != slot
+            or data[at + 5 + slot] != len(fields[1])
+            or status[0] & (IN_TRANSACTION | _MORE_RESULTS) != IN_TRANSACTION
+        ):
+            return None
+        return fields
+
+    def _learn(self, data: bytes, table: int, unread: int) -> None:
+        """Remember how a table's replies begin, by one that is complete; the next one is found by it."""
+        if unread > 1 or (unread and data[:11] != _ROLLED_BACK):
+            return
+        try:
+            found = decode(data, 11 * unread)
+        except ProtocolViolation:
+            return
+        if found is None or found[1] != len(data) or not isinstance(found[0], Rows) or len(found[0].rows) != 1:
+            return
+        row = sum(1 + len(value or b"") for value in found[0].rows[0])
+        self._beginnings[table << 1 | unread] = data[: len(data) - 9 - 4 - row]
+
+
+# One row of four short values, each behind its length, and the packet that ends it; packets 7 and 8 of the reply.
+_GRANT = re.compile(
+    rb"([\x10-\x40])\x00\x00\x07[\x01-\x0a](\d{1,10})[\x01-\x0a](\d{1,10})\x11(\d{10})\.(\d{6})\x01([01])"
+    rb"\x05\x00\x00\x08\xfe..(.).",
+    re.DOTALL,
+).fullmatch
 
 
 class ReplyReader:
     """Collects bytes of one connection and gives out the replies in them, in order."""
 
-    __slots__ = ("_data", "_shapes")
+    __slots__ = ("_data",)
 
-    def __init__(self, shapes: Shapes | None = None) -> None:
+    def __init__(self) -> None:
         self._data = b""
-        self._shapes = shapes or Shapes()
 
     def feed(self, data: bytes) -> None:
         """Add what was received."""
@@ -279,23 +277,17 @@ class ReplyReader:
         """
         if not self._data:
             return None
-        row = self._shapes.one_row(self._data)
-        if row is not None:
-            self._data = b""
-            return row
         found = decode(self._data)
         if found is None:
             return None
         reply, end = found
-        if type(reply) is Rows:
-            self._shapes.learn(self._data)
         self._data = self._data[end:] if end < len(self._data) else b""
         return reply
 
     def next_ok(self) -> Ok | None:
         """As `next` where the next reply is the plain OK of a ROLLBACK or a PING; None: ask `next`."""
         data = self._data
-        if data[:7] != _PLAIN_OK or len(data) < 11 or data[7] & _AUTOCOMMIT_MORE:
+        if data[:7] != _PLAIN_OK or len(data) < 11 or data[7] & _MORE_RESULTS:
             return None
         self._data = data[11:]
         return _IDLE_OK if data[7:9] == b"\x00\x00" else Ok(0, data[7] | data[8] << 8)

@@ -13,6 +13,8 @@ from lockrouter.deadline import now
 __all__ = ["Wire"]
 
 _CHUNK = 65536
+_SHORT = 4096
+_STEP = 0.05
 
 
 class Wire:
@@ -76,6 +78,23 @@ class Wire:
         try:
             return self.sock.recv(_CHUNK)
         except (BlockingIOError, TimeoutError):
+            raise TimeoutError("no reply") from None
+
+    def talk(self, data: bytes, until: float, least: int) -> bytes:
+        """Send `data`, then receive: as `send` and `receive`, in one step for what every lock does."""
+        if not self._kernel:
+            self.send(data)
+            return self.receive(until, least)
+        if self.sock.send(data) != len(data):
+            raise OSError("the peer takes no more bytes")
+        if least != self._least:
+            self.expect(least)
+        left = until - now()
+        if not 0.0 <= self._bound - left <= _STEP:
+            self._set_bound(left)
+        try:
+            return self.sock.recv(_SHORT)
+        except BlockingIOError:
             raise TimeoutError("no reply") from None
 
     def expect(self, least: int) -> None:

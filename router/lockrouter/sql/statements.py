@@ -5,7 +5,7 @@ Every value here is an integer, a hexadecimal string made by this package, or a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockrouter.protocol.packets import query
 
@@ -20,9 +20,14 @@ MAX_STATEMENT_WAIT = 30.0
 """Seconds one locking statement waits at most; longer waits repeat it. Below `innodb_lock_wait_timeout` (31 s)."""
 
 
+_MAX_HEADS = 4096
+
+
 def _bound_ms(seconds: float) -> int:
     """The server's bound in milliseconds: never 0 (which would mean none), never above what both servers honour."""
-    return max(1, int(min(MAX_STATEMENT_WAIT, seconds) * 1000))
+    if 0.001 <= seconds <= MAX_STATEMENT_WAIT:
+        return int(seconds * 1000)
+    return 1 if seconds < 0.001 else int(MAX_STATEMENT_WAIT * 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +36,13 @@ class Dialect:
 
     name: str
     lock_form: bytes
+    lock_tail: bytes
     share_form: bytes
+    share_tail: bytes
     try_form: bytes
+    try_tail: bytes
     try_share_form: bytes
+    try_share_tail: bytes
     busy_codes: frozenset[int]
     bound_code: int
     row_session: str
@@ -42,16 +51,34 @@ class Dialect:
     identity: str
     uptime: str
     roles: str
+    _heads: dict[tuple[int, int, bool], bytes] = field(default_factory=dict, compare=False, repr=False)
 
-    def lock(self, table: int, slot: int, seconds: float, tag: bytes, *, shared: bool = False) -> bytes:
-        """The packet that waits for a row at most `seconds` (1 ms to 30 s) on the server."""
-        form = self.share_form if shared else self.lock_form
-        return query(form % (_bound_ms(seconds), table, slot, tag))
+    def lock(self, table: int, slot: int, seconds: float, tag: bytes, shared: bool = False) -> bytes:
+        """The packet that waits for a row at most `seconds` (1 ms to 30 s) on the server; `tag` is 16 bytes long."""
+        bound = _bound_ms(seconds)
+        place = (bound, table, shared)
+        head = self._heads.get(place)
+        if head is None:
+            head = self._head((self.share_form if shared else self.lock_form) % (bound, table), place, shared)
+        return b"%b%10d%b /* %b */" % (head, slot, self.share_tail if shared else self.lock_tail, tag)
 
-    def try_lock(self, table: int, slot: int, tag: bytes, *, shared: bool = False) -> bytes:
+    @property
+    def lock_text(self) -> str:
+        """The locking statement as a format of milliseconds, table, slot and tag: what other clients send for it."""
+        return (self.lock_form + b"%10d" + self.lock_tail + b" /* %s */").decode("ascii")
+
+    def try_lock(self, table: int, slot: int, tag: bytes, shared: bool = False) -> bytes:
         """The packet that takes a row at once or says busy; a metadata lock ends it after 50 ms."""
-        form = self.try_share_form if shared else self.try_form
-        return query(form % (table, slot, tag))
+        form, tail = (self.try_share_form, self.try_share_tail) if shared else (self.try_form, self.try_tail)
+        return query(b"%b%10d%b /* %b */" % (form % table, slot, tail, tag))
+
+    def _head(self, sql: bytes, place: tuple[int, int, bool], shared: bool) -> bytes:
+        """Everything before the slot, the packet's header included: slots and tags are of one length."""
+        if len(self._heads) > _MAX_HEADS:
+            self._heads.clear()
+        whole = query(b"%b%10d%b /* %16s */" % (sql, 0, self.share_tail if shared else self.lock_tail, b""))
+        head = self._heads[place] = whole[: 5 + len(sql)]
+        return head
 
     def session_setup(self, ghost_timeout: int) -> bytes:
         """The packet that makes a fresh connection one for row locks."""
@@ -85,18 +112,14 @@ class Dialect:
 
 MYSQL = Dialect(
     name="mysql",
-    lock_form=b"SELECT /*+ MAX_EXECUTION_TIME(%d) */ "
-    + _GRANT_COLUMNS
-    + b" FROM lock_%02d WHERE slot = %d FOR UPDATE /* %s */",
-    share_form=b"SELECT /*+ MAX_EXECUTION_TIME(%d) */ "
-    + _GRANT_COLUMNS
-    + b" FROM lock_%02d WHERE slot = %d FOR SHARE /* %s */",
-    try_form=b"SELECT /*+ MAX_EXECUTION_TIME(50) */ "
-    + _GRANT_COLUMNS
-    + b" FROM lock_%02d WHERE slot = %d FOR UPDATE NOWAIT /* %s */",
-    try_share_form=b"SELECT /*+ MAX_EXECUTION_TIME(50) */ "
-    + _GRANT_COLUMNS
-    + b" FROM lock_%02d WHERE slot = %d FOR SHARE NOWAIT /* %s */",
+    lock_form=b"SELECT /*+ MAX_EXECUTION_TIME(%d) */ " + _GRANT_COLUMNS + b" FROM lock_%02d WHERE slot = ",
+    lock_tail=b" FOR UPDATE",
+    share_form=b"SELECT /*+ MAX_EXECUTION_TIME(%d) */ " + _GRANT_COLUMNS + b" FROM lock_%02d WHERE slot = ",
+    share_tail=b" FOR SHARE",
+    try_form=b"SELECT /*+ MAX_EXECUTION_TIME(50) */ " + _GRANT_COLUMNS + b" FROM lock_%02d WHERE slot = ",
+    try_tail=b" FOR UPDATE NOWAIT",
+    try_share_form=b"SELECT /*+ MAX_EXECUTION_TIME(50) */ " + _GRANT_COLUMNS + b" FROM lock_%02d WHERE slot = ",
+    try_share_tail=b" FOR SHARE NOWAIT",
     busy_codes=frozenset({3572}),
     bound_code=3024,
     row_session="SET SESSION autocommit = 0, transaction_isolation = 'READ-COMMITTED', time_zone = '+00:00', "
@@ -117,16 +140,20 @@ MARIADB = Dialect(
     name="mariadb",
     lock_form=b"SET STATEMENT max_statement_time = %de-3 FOR SELECT "
     + _GRANT_COLUMNS
-    + b" FROM lock_%02d WHERE slot = %d FOR UPDATE /* %s */",
+    + b" FROM lock_%02d WHERE slot = ",
+    lock_tail=b" FOR UPDATE",
     share_form=b"SET STATEMENT max_statement_time = %de-3 FOR SELECT "
     + _GRANT_COLUMNS
-    + b" FROM lock_%02d WHERE slot = %d LOCK IN SHARE MODE /* %s */",
+    + b" FROM lock_%02d WHERE slot = ",
+    share_tail=b" LOCK IN SHARE MODE",
     try_form=b"SET STATEMENT innodb_lock_wait_timeout = 0, max_statement_time = 0.05 FOR SELECT "
     + _GRANT_COLUMNS
-    + b" FROM lock_%02d WHERE slot = %d FOR UPDATE /* %s */",
+    + b" FROM lock_%02d WHERE slot = ",
+    try_tail=b" FOR UPDATE",
     try_share_form=b"SET STATEMENT innodb_lock_wait_timeout = 0, max_statement_time = 0.05 FOR SELECT "
     + _GRANT_COLUMNS
-    + b" FROM lock_%02d WHERE slot = %d LOCK IN SHARE MODE /* %s */",
+    + b" FROM lock_%02d WHERE slot = ",
+    try_share_tail=b" LOCK IN SHARE MODE",
     busy_codes=frozenset({1205}),
     bound_code=1969,
     row_session="SET SESSION autocommit = 0, tx_isolation = 'READ-COMMITTED', time_zone = '+00:00', "
