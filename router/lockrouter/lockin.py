@@ -74,6 +74,8 @@ class LockIn:
 class _Seen:
     """The caller's session, as judging a grant sees one."""
 
+    lease = 0
+
     def __init__(self, dialect: Dialect, incarnation: Incarnation) -> None:
         self.dialect = dialect
         self.incarnation = incarnation
