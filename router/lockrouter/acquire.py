@@ -295,13 +295,14 @@ def ask_shard(ask: Ask) -> Operation[Hold | None]:
     fresh = False
     stalled = False
     while True:
-        if ask.core.closed:
-            raise RouterClosed("the router was closed while waiting")
-        if not shard.breaker.closed:
-            return (yield from _in_outage(ask))
-        error = shard.refusal_error()
-        if error is not None:
-            raise error
+        if ask.early is None:
+            if ask.core.closed:
+                raise RouterClosed("the router was closed while waiting")
+            if not shard.breaker.closed:
+                return (yield from _in_outage(ask))
+            error = shard.refusal_error()
+            if error is not None:
+                raise error
         try:
             outcome = yield from (_attempt(ask, fresh=fresh) if ask.early is None else _go_on(ask))
         except Gone as gone:

@@ -175,10 +175,15 @@ class Pool:
         claim.filled = True
         claim.waiter.wake()
 
-    def give_back(self, session: Session) -> None:
-        """Return a session: kept when it is idle or its ROLLBACK is on the way, closed in any other state."""
+    def give_back(self, session: Session, lease: int | None = None) -> None:
+        """Return a session: kept when it is idle or its ROLLBACK is on the way, closed in any other state.
+
+        With `lease`, the number it had when it was taken, a second return of it changes nothing.
+        """
         keep = session.state in _KEPT
         with self._lock:
+            if lease is not None and session.lease != lease:
+                return
             session.lease += 1
             session.fresh = False
             if keep and not self._closed and self._total <= self.size:
