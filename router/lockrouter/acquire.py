@@ -247,6 +247,9 @@ def abandon(ask: Ask) -> None:
         # Nothing is known of what it holds: the server frees it when it sees the end of the stream.
         ask.session.die()
         _drop(ask, kill=True)
+    for session in ask.shard.pool.borrowed(ask):
+        session.die()
+        ask.shard.pool.give_back(session)
     if ask.local is not None:
         ask.core.local_gates.leave(ask.local)
     ask.core.gates.leave_queue(ask)
@@ -404,7 +407,7 @@ def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | Unlocked]:
     """One locking statement on one session; the session is idle again, or closed, unless it is a grant."""
     shard, address = ask.shard, ask.address
     releasing = ask.core.affinity.get(address.slot)
-    session = None if fresh else shard.pool.take(releasing)
+    session = None if fresh else shard.pool.take(releasing, ask)
     if session is None:
         session = yield from _check_out(ask, fresh=fresh, prefer=releasing)
     ask.session = session
@@ -497,7 +500,11 @@ def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Se
     beyond = any(hold.shard is shard and hold.session is not None for hold in ask.owns)
     until = ask.io_until
     try:
-        return (yield from shard.pool.check_out(until, wait=ask.wait, beyond=beyond, prefer=prefer, fresh=fresh))
+        return (
+            yield from shard.pool.check_out(
+                until, wait=ask.wait, beyond=beyond, prefer=prefer, fresh=fresh, borrower=ask
+            )
+        )
     except Exhausted:
         raise PoolTimeout(
             f"no free connection ({shard.pool.size} allowed) within {ask.deadline.waited():.3f} s", shard=shard.id

@@ -61,6 +61,7 @@ class Pool:
         beyond: bool = False,
         prefer: Session | None = None,
         fresh: bool = False,
+        borrower: object = None,
     ) -> Operation[Session]:
         """Return a session for the caller alone, opening one where none is idle and the size permits.
 
@@ -71,6 +72,7 @@ class Pool:
                 never waits.
             prefer: taken if it is idle.
             fresh: never an idle one.
+            borrower: whose call this is, for `borrowed`.
 
         Raises:
             Exhausted: none in time.
@@ -81,7 +83,7 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise PoolClosed
-            session = None if fresh else self._take_idle(prefer)
+            session = None if fresh else self._take_idle(prefer, borrower)
             if session is None:
                 limit = self.size * 2 if beyond else self.size
                 if fresh and self._idle and self._total >= limit:
@@ -98,28 +100,38 @@ class Pool:
                     self._queue.append(claim)
         if claim is not None:
             session = yield from self._wait(claim, until)
-        if session is not None:
-            return session
-        return (yield from self._open(until))
+        if session is None:
+            session = yield from self._open(until)
+        session.borrower = borrower
+        return session
 
-    def take(self, prefer: Session | None) -> Session | None:
+    def take(self, prefer: Session | None, borrower: object = None) -> Session | None:
         """Return an idle session at once, `prefer` if that is one; None: `check_out` has to say."""
         with self._lock:
-            return None if self._closed else self._take_idle(prefer)
+            return None if self._closed else self._take_idle(prefer, borrower)
 
-    def _take_idle(self, prefer: Session | None) -> Session | None:
+    def _take_idle(self, prefer: Session | None, borrower: object) -> Session | None:
         """Under `_lock`: a live idle session, looked at when it has been idle for long."""
-        if prefer is not None and prefer in self._idle:
-            self._idle.remove(prefer)
-            self._idle.append(prefer)
-        while self._idle:
-            session = self._idle.pop()
+        idle = self._idle
+        if prefer is not None and prefer in idle:
+            at = idle.index(prefer)
+            idle[at], idle[-1] = idle[-1], prefer
+        while idle:
+            # No call stands between these: an interrupt finds the session in the list, or by its borrower.
+            session = idle[-1]
+            session.borrower = borrower
+            del idle[-1]
             # Looking never waits: it is one poll of the kernel, and only for sessions nobody used just now.
             if now() - session.answered_at < _LOOK_AFTER or session.drain():
                 return session
+            session.borrower = None
             self._total -= 1
             self.sessions.discard(session)
         return None
+
+    def borrowed(self, borrower: object) -> list[Session]:
+        """The sessions that are out on this call."""
+        return [session for session in tuple(self.sessions) if session.borrower is borrower]
 
     def _wait(self, claim: _Claim, until: float) -> Operation[Session | None]:
         try:
@@ -185,6 +197,7 @@ class Pool:
             if lease is not None and session.lease != lease:
                 return
             session.lease += 1
+            session.borrower = None
             session.fresh = False
             if keep and not self._closed and self._total <= self.size:
                 if self._queue:
@@ -206,10 +219,12 @@ class Pool:
             return old
 
     def purge(self) -> None:
-        """Look at every idle session and close those whose server has gone."""
-        for session in self.idle_longer_than(0.0):
-            session.drain()
-            self.give_back(session)
+        """Look at every idle session, and forget those whose server has gone."""
+        with self._lock:
+            alive = [session for session in self._idle if session.drain()]
+            self._total -= len(self._idle) - len(alive)
+            self._idle = alive
+        self.sessions.difference_update([s for s in tuple(self.sessions) if s.state is State.DEAD and s.hold is None])
 
     def counts(self) -> dict[str, int]:
         """Sessions by state, for the metrics."""
@@ -228,3 +243,9 @@ class Pool:
         for session in idle:
             session.drain()
             self.give_back(session)
+
+    def end(self) -> None:
+        """Close every session, whoever has it. Idempotent."""
+        self.close()
+        for session in tuple(self.sessions):
+            session.die()

@@ -784,7 +784,8 @@ def interrupted(call: Callable[[], object], at: int) -> str | None:
 @pytest.mark.parametrize("confirm", [False, True], ids=["release", "confirm"])
 def test_an_interrupt_at_any_instant_leaves_nothing(routers: Routers, server: Observer, confirm: bool) -> None:
     """As Ctrl-C, a killed greenlet or a thread's asynchronous error: a handle may be dropped, a row may not stay."""
-    router, other = routers.make(), routers.make()
+    impatient = {"close_timeout": 0.1}
+    router, other = routers.make(router=impatient), routers.make()
     key = a_key(router)
     for caller in (router, other):
         caller.warm()
@@ -803,7 +804,7 @@ def test_an_interrupt_at_any_instant_leaves_nothing(routers: Routers, server: Ob
             continue
         stuck.append(place)
         router.close()
-        router = routers.make()
+        router = routers.make(router=impatient)
         router.warm()
     assert at > 100
     assert not stuck
