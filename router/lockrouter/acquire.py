@@ -250,6 +250,9 @@ def abandon(ask: Ask) -> None:
         # Nothing is known of what it holds: the server frees it when it sees the end of the stream.
         ask.session.die()
         _drop(ask, kill=True)
+    for session in ask.shard.pool.borrowed(ask):
+        session.die()
+        ask.shard.pool.give_back(session)
     if ask.local is not None:
         ask.core.local_gates.leave(ask.local)
     ask.core.gates.leave_queue(ask)
@@ -298,13 +301,14 @@ def ask_shard(ask: Ask) -> Operation[Hold | None]:
     fresh = False
     stalled = False
     while True:
-        if ask.core.closed:
-            raise RouterClosed("the router was closed while waiting")
-        if not shard.breaker.closed:
-            return (yield from _in_outage(ask))
-        error = shard.refusal_error()
-        if error is not None:
-            raise error
+        if ask.early is None:
+            if ask.core.closed:
+                raise RouterClosed("the router was closed while waiting")
+            if not shard.breaker.closed:
+                return (yield from _in_outage(ask))
+            error = shard.refusal_error()
+            if error is not None:
+                raise error
         try:
             outcome = yield from (_attempt(ask, fresh=fresh) if ask.early is None else _go_on(ask))
         except Gone as gone:
@@ -406,7 +410,7 @@ def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | Unlocked]:
     """One locking statement on one session; the session is idle again, or closed, unless it is a grant."""
     shard, address = ask.shard, ask.address
     releasing = ask.core.affinity.get(address.slot)
-    session = None if fresh else shard.pool.take(releasing, ask.lane)
+    session = None if fresh else shard.pool.take(releasing, ask.lane, ask)
     if session is None:
         session = yield from _check_out(ask, fresh=fresh, prefer=releasing)
     ask.session = session
@@ -502,7 +506,7 @@ def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Se
     try:
         return (
             yield from shard.pool.check_out(
-                until, wait=ask.wait, beyond=beyond, prefer=prefer, fresh=fresh, lane=ask.lane
+                until, wait=ask.wait, beyond=beyond, prefer=prefer, fresh=fresh, lane=ask.lane, borrower=ask
             )
         )
     except Exhausted:

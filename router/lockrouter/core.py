@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from lockrouter import tokens
 from lockrouter.deadline import now
 from lockrouter.errors import LockLost, LossReason, RouterClosed
-from lockrouter.gate import Gates, Hold, Party, Request
+from lockrouter.gate import Gates, Handle, Hold, Party, Request
 from lockrouter.metrics import SEGMENTS, Metrics, multiprocess
 from lockrouter.protocol.effects import SLEEP, Operation, drive
 from lockrouter.protocol.packets import IN_TRANSACTION, Rows
@@ -173,30 +173,26 @@ class Core:
             self.unfinished.append(hold)
             raise
 
-    def let_go(self, hold: Hold, key: bytes) -> bool:
+    def let_go(self, hold: Hold, handle: Handle) -> bool:
         """Release the usual hold, of one row through one session, one handle, nobody behind it; False: it is not that.
 
         Raises:
-            An interrupt only; what it leaves undone is done by `reap`.
+            An interrupt only.
         """
         session = hold.session
         if session is None or hold.count != 1 or hold.party is not None or hold.shared:
             return False
         self.affinity[hold.slot] = session
-        try:
-            if not self.gates.release(hold, key):
-                self.affinity.pop(hold.slot, None)
-                return False
-            with session.mutex:
-                if session.hold is hold and session.state is _HOLDING:
-                    session.last_slots = (hold.slot,)
-                    session.send_rollback(self._settled)
-            shard: Shard = hold.shard
-            shard.pool.give_back(session)
-            shard.stats.row.released(now() - hold.granted_at)
-        except BaseException:
-            self.unfinished.append(hold)
-            raise
+        if not self.gates.release(hold, handle):
+            self.affinity.pop(hold.slot, None)
+            return False
+        with session.mutex:
+            if session.hold is hold and session.state is _HOLDING:
+                session.last_slots = (hold.slot,)
+                session.send_rollback(self._settled)
+        shard: Shard = hold.shard
+        shard.pool.give_back(session, hold.lease)
+        shard.stats.row.released(now() - hold.granted_at)
         return True
 
     def _free(self, hold: Hold) -> None:
@@ -236,7 +232,7 @@ class Core:
                     if session.hold is anchor and session.state is _HOLDING:
                         self.send_rollback(session, holds)
             finally:
-                shard.pool.give_back(session)
+                shard.pool.give_back(session, holds[0].lease)
         finally:
             for hold in reversed(holds):
                 self.gates.leave(hold)
@@ -278,11 +274,13 @@ class Core:
                 self.free(hold)
 
     def _finish(self, hold: Hold) -> None:
+        if hold.party is not None and hold.party.open:
+            return
         holds = hold.party.holds if hold.party is not None else [hold]
         session = hold.session
         if session is not None and session.lease == hold.lease and session.hold in (None, hold, hold.party):
             session.die()
-            hold.shard.pool.give_back(session)
+            hold.shard.pool.give_back(session, hold.lease)
         for one in reversed(holds):
             self.local_gates.leave(one)
             self.gates.leave(one)

@@ -18,10 +18,10 @@ import enum
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from lockrouter.deadline import now
-from lockrouter.errors import LossReason, Overloaded, RouterClosed, WouldDeadlock
+from lockrouter.errors import LossReason, NotHeld, Overloaded, RouterClosed, WouldDeadlock
 from lockrouter.protocol.effects import Waiter
 from lockrouter.session import Session
 
@@ -87,6 +87,12 @@ class Hold:
         self.row_at = self.granted_at if row_at is None else row_at
         # Per key: how many handles are open, and their token.
         self.keys: dict[bytes, list[int]] = {key: [1, base + passes]}
+
+
+class Handle(Protocol):
+    """What the gates know of a caller's handle: whether it still has a hold to release."""
+
+    attached: bool
 
 
 class Party:
@@ -328,9 +334,20 @@ class Gates:
         if gate.holder is None and gate.lead is None and not (gate.readers or gate.reader_leads or gate.queue):
             del self._gates[slot]
 
-    def uncount(self, hold: Hold, key: bytes) -> bool:
-        """One handle less; True when it was the last, of all rows of its session, and the caller is to free them."""
+    def uncount(self, hold: Hold, key: bytes, handle: Handle | None = None) -> bool:
+        """One handle less; True when it was the last, of all rows of its session, and the caller is to free them.
+
+        The handle, where there is one, is closed in the same step.
+
+        Raises:
+            NotHeld: it was closed before.
+        """
         with self._lock:
+            if handle is not None:
+                if not handle.attached:
+                    raise NotHeld("the lock was released before")
+                # No call stands between the two: an interrupt finds both done, or neither.
+                handle.attached = False
             hold.count -= 1
             counted = hold.keys[key]
             counted[0] -= 1
@@ -340,17 +357,16 @@ class Gates:
                     hold.seen |= {key}
             return not hold.count and (hold.party is None or not hold.party.open)
 
-    def release(self, hold: Hold, key: bytes) -> bool:
+    def release(self, hold: Hold, handle: Handle) -> bool:
         """`uncount` and `leave` in one block, for the usual hold: one handle, nobody behind it. False: it is not that.
 
         The row's ROLLBACK follows: whoever comes now asks the server, and waits there for it.
         """
         with self._lock:
-            if hold.count != 1:
+            gate = self._gates.get(hold.slot)
+            if hold.count != 1 or gate is None or gate.holder is not hold or gate.queue or not handle.attached:
                 return False
-            gate = self._gates[hold.slot]
-            if gate.holder is not hold or gate.queue:
-                return False
+            handle.attached = False
             hold.count = 0
             del self._gates[hold.slot]
             return True

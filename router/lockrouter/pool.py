@@ -64,6 +64,7 @@ class Pool:
         prefer: Session | None = None,
         fresh: bool = False,
         lane: int = ROWS,
+        borrower: object = None,
     ) -> Operation[Session]:
         """Return a session for the caller alone, opening one where none is idle and the size permits.
 
@@ -75,6 +76,7 @@ class Pool:
             prefer: taken if it is idle.
             fresh: never an idle one.
             lane: what for; see `Session.lane`.
+            borrower: whose call this is, for `borrowed`.
 
         Raises:
             Exhausted: none in time.
@@ -85,7 +87,7 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise PoolClosed
-            session = None if fresh else self._take_idle(prefer, lane)
+            session = None if fresh else self._take_idle(prefer, lane, borrower)
             if session is None:
                 limit = self.size * 2 if beyond else self.size
                 if self._total < limit and not (self._queue and not beyond):
@@ -99,26 +101,31 @@ class Pool:
                     self._queue.append(claim)
         if claim is not None:
             session = yield from self._wait(claim, until)
-        if session is not None:
-            return session
-        return (yield from self._open(until, lane))
+        if session is None:
+            session = yield from self._open(until, lane)
+        session.borrower = borrower
+        return session
 
-    def take(self, prefer: Session | None, lane: int = ROWS) -> Session | None:
+    def take(self, prefer: Session | None, lane: int = ROWS, borrower: object = None) -> Session | None:
         """Return an idle session at once, `prefer` if that is one; None: `check_out` has to say."""
         with self._lock:
-            return None if self._closed else self._take_idle(prefer, lane)
+            return None if self._closed else self._take_idle(prefer, lane, borrower)
 
-    def _take_idle(self, prefer: Session | None, lane: int) -> Session | None:
+    def _take_idle(self, prefer: Session | None, lane: int, borrower: object) -> Session | None:
         """Under `_lock`: a live idle session, looked at when it has been idle for long."""
         idle = self._idle[lane]
         if prefer is not None and prefer in idle:
-            idle.remove(prefer)
-            idle.append(prefer)
+            at = idle.index(prefer)
+            idle[at], idle[-1] = idle[-1], prefer
         while idle:
-            session = idle.pop()
+            # No call stands between these: an interrupt finds the session in the list, or by its borrower.
+            session = idle[-1]
+            session.borrower = borrower
+            del idle[-1]
             # Looking never waits: it is one poll of the kernel, and only for sessions nobody used just now.
             if now() - session.answered_at < _LOOK_AFTER or session.drain():
                 return session
+            session.borrower = None
             self._total -= 1
             self.sessions.discard(session)
         return None
@@ -132,6 +139,10 @@ class Pool:
                 session.die()
                 return True
         return False
+
+    def borrowed(self, borrower: object) -> list[Session]:
+        """The sessions that are out on this call."""
+        return [session for session in tuple(self.sessions) if session.borrower is borrower]
 
     def _wait(self, claim: _Claim, until: float) -> Operation[Session | None]:
         try:
@@ -187,11 +198,17 @@ class Pool:
         claim.filled = True
         claim.waiter.wake()
 
-    def give_back(self, session: Session) -> None:
-        """Return a session: kept when it is idle or its ROLLBACK is on the way, closed in any other state."""
+    def give_back(self, session: Session, lease: int | None = None) -> None:
+        """Return a session: kept when it is idle or its ROLLBACK is on the way, closed in any other state.
+
+        With `lease`, the number it had when it was taken, a second return of it changes nothing.
+        """
         keep = session.state in _KEPT
         with self._lock:
+            if lease is not None and session.lease != lease:
+                return
             session.lease += 1
+            session.borrower = None
             session.fresh = False
             if keep and not self._closed and self._total <= self.size:
                 if not self._queue:
@@ -214,10 +231,12 @@ class Pool:
             return old
 
     def purge(self) -> None:
-        """Look at every idle session and close those whose server has gone."""
-        for session in self.idle_longer_than(0.0):
-            session.drain()
-            self.give_back(session)
+        """Look at every idle session, and forget those whose server has gone."""
+        with self._lock:
+            alive = tuple([session for session in idle if session.drain()] for idle in self._idle)
+            self._total -= sum(map(len, self._idle)) - sum(map(len, alive))
+            self._idle = alive
+        self.sessions.difference_update([s for s in tuple(self.sessions) if s.state is State.DEAD and s.hold is None])
 
     def counts(self) -> dict[str, int]:
         """Sessions by state, for the metrics."""
@@ -237,3 +256,9 @@ class Pool:
         for session in idle:
             session.drain()
             self.give_back(session)
+
+    def end(self) -> None:
+        """Close every session, whoever has it. Idempotent."""
+        self.close()
+        for session in tuple(self.sessions):
+            session.die()

@@ -38,7 +38,7 @@ def take_row_now(ask: Ask) -> Hold | None:
     if rights is None or shard.refusal is not None or not shard.breaker.closed:
         return None
     releasing = core.affinity.get(ask.slot) if core.affinity else None
-    session = shard.pool.take(releasing)
+    session = shard.pool.take(releasing, ask.lane, ask)
     if session is None:
         return None
     ask.session = session

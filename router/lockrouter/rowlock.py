@@ -29,14 +29,15 @@ class RowLock:
     `ResourceWarning`.
     """
 
-    __slots__ = ("_confirm", "_core", "_generation", "_hold", "_key", "_open", "_token", "address", "key")
+    __slots__ = ("_confirm", "_core", "_generation", "_hold", "_key", "_token", "address", "attached", "key")
 
     def __init__(self, core: Core, key: str | bytes, raw: bytes, address: Address, *, confirm: bool) -> None:
         self._core = core
         self._generation = core.generation
         self._hold: Hold | None = None
         self._key = raw
-        self._open: list[bool] = []
+        # True while there is a hold to release.
+        self.attached = False
         self._confirm = confirm
         self._token = 0
         self.key = key
@@ -46,20 +47,13 @@ class RowLock:
         """Let the handle have what was taken for it."""
         self._hold = hold
         self._token = self._core.gates.token_of(hold, self._key)
-        self._open.append(True)
+        self.attached = True
 
     def discard(self) -> None:
         """Have the background release what is held, when the call that made this handle was interrupted."""
-        try:
-            self._open.pop()
-        except IndexError:
-            return
-        self._core.orphans.append((self._held, self._key))
-
-    @property
-    def attached(self) -> bool:
-        """True while the handle has a hold to release."""
-        return bool(self._open)
+        if self.attached:
+            self.attached = False
+            self._core.orphans.append((self._held, self._key))
 
     @property
     def _held(self) -> Hold:
@@ -106,7 +100,7 @@ class RowLock:
             NotHeld: it was released.
         """
         hold = self._held
-        if not self._open:
+        if not self.attached:
             raise NotHeld("the lock was released")
         reason = self._loss()
         if reason is None and hold.session is not None:
@@ -128,23 +122,25 @@ class RowLock:
         if self._generation is not self._core.generation:
             return
         core, hold = self._core, self._held
-        counted = popped = False
+        if not self.attached:
+            raise NotHeld("the lock was released before")
         try:
-            try:
-                self._open.pop()
-                popped = True
-            except IndexError:
-                raise NotHeld("the lock was released before") from None
-            reason = core.loss_of(hold)
-            if not confirm and reason is None and core.let_go(hold, self._key):
-                forget(hold)
-                return
-            last = core.gates.uncount(hold, self._key)
-            counted = True
+            reason = self._release(core, hold, confirm)
         except BaseException:
-            if popped and not counted and hold.count:
-                core.orphans.append((hold, self._key))
+            if not self.attached and not hold.count:
+                # An interrupt came between the last handle's end and the row's: the background does the rest.
+                core.unfinished.append(hold)
             raise
+        if reason is not None:
+            core.lose_hold(hold, reason)
+            raise self._lost_error(reason)
+
+    def _release(self, core: Core, hold: Hold, confirm: bool) -> LossReason | None:
+        reason = core.loss_of(hold)
+        if not confirm and reason is None and core.let_go(hold, self):
+            forget(hold)
+            return None
+        last = core.gates.uncount(hold, self._key, self)
         try:
             if confirm and reason is None and hold.session is not None:
                 reason = self._confirmed(hold, hold.session) if last else core.ask_server(hold)[0]
@@ -152,9 +148,7 @@ class RowLock:
             if last:
                 core.free(hold)
                 forget(hold)
-        if reason is not None:
-            core.lose_hold(hold, reason)
-            raise self._lost_error(reason)
+        return reason
 
     def _confirmed(self, hold: Hold, session: Session) -> LossReason | None:
         with session.mutex:
@@ -178,7 +172,7 @@ class RowLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._open:
+        if not self.attached:
             return
         try:
             self.release(confirm=self._confirm)
@@ -188,14 +182,14 @@ class RowLock:
             error.add_note(f"and the lock was lost meanwhile: {lost}")
 
     def __repr__(self) -> str:
-        state = "released" if not self._open else "degraded" if self._hold and self._hold.degraded else "held"
+        state = "released" if not self.attached else "degraded" if self._hold and self._hold.degraded else "held"
         return f"<RowLock {self._core.shown(self._key)} {self.address} {state}>"
 
     def __del__(self) -> None:
         # No I/O here: a finaliser may run anywhere. The next acquisition or the background thread releases the row.
-        if not getattr(self, "_open", None) or self._generation is not self._core.generation:
+        if not getattr(self, "attached", False) or self._generation is not self._core.generation:
             return
-        self._open.clear()
+        self.attached = False
         if self._hold is not None:
             self._core.orphans.append((self._hold, self._key))
             warnings.warn(f"{self!r} was dropped without release", ResourceWarning, stacklevel=2, source=self)

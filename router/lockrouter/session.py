@@ -128,6 +128,7 @@ class Session:
         "_reader",
         "_steady",
         "answered_at",
+        "borrower",
         "connection_id",
         "dialect",
         "end",
@@ -165,6 +166,8 @@ class Session:
         self.last_slots: tuple[int, ...] = ()
         # Raised by the pool at each return, so that nobody returns what is another's by now.
         self.lease = 0
+        # Whose call took it out of the pool, until it is returned: an interrupted call finds it by this.
+        self.borrower: object = None
         self.unread = 0
         self.fresh = True
         self.answered_at = self.safe_from = now()

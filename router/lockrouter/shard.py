@@ -274,7 +274,7 @@ class Shard:
     def close(self) -> None:
         """Close every connection."""
         self.keeper.close()
-        self.pool.close()
+        self.pool.end()
         self._wake()
 
 
