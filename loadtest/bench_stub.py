@@ -129,7 +129,7 @@ def stub_router() -> LockRouter:
         return session
         yield  # what makes this an operation
 
-    shard.pool._open_one = open_one
+    shard.pool._openers = (open_one,) * len(shard.pool._openers)
     # Read at a time that has yet to come: the stub's clock stands still and must not look as if it had gone back.
     shard.permit(Rights(incarnation, 1, clock_high=1 << 62, clock=0, received_at=now() + 1e6, wall=time.time()))
     return router
