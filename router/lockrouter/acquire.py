@@ -28,12 +28,13 @@ from lockrouter.errors import (
     ShardError,
     ShardUnavailable,
     TopologyMismatch,
+    WouldDeadlock,
 )
 from lockrouter.gate import Gates, Hold, Place, Request
 from lockrouter.owners import describe, own_holds, running
 from lockrouter.pool import Exhausted, PoolClosed
 from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation
-from lockrouter.protocol.packets import IN_TRANSACTION, Err, Reply, Rows
+from lockrouter.protocol.packets import IN_TRANSACTION, Err, Reply, Rows, is_off
 from lockrouter.routing import key_hash
 from lockrouter.session import ROWS, Answered, Gone, Session, Silent, State, driver_error
 from lockrouter.sql.statements import MAX_STATEMENT_WAIT, probe_table
@@ -158,7 +159,7 @@ class Ask(Request):
         if hold is not None:
             holder = f"{describe(hold.thing)} of this process, for {now() - hold.granted_at:.3f} s"
         else:
-            holder = f"another process; ask: lockrouter holders {self.core.config.path or 'FILE'} KEY"
+            holder = "another process"
         waited = self.deadline.waited()
         where = f"row {self.address.slot} of lock_{self.address.table:02d} on shard {self.address.shard}"
         return LockTimeout(
@@ -227,9 +228,6 @@ def _take(ask: Ask, gates: Gates) -> Operation[Hold | None]:
     if hold is None:
         gates.leave_queue(ask)
         return None
-    if hold.session is not None:
-        hold.session.hold = hold
-        hold.session.state = _HOLDING
     gates.granted(ask, hold)
     return hold
 
@@ -261,6 +259,8 @@ def abandon(ask: Ask) -> None:
 def _nested(ask: Ask) -> Operation[Hold]:
     hold = ask.hold
     assert hold is not None
+    if hold.session is None and not hold.degraded:
+        raise WouldDeadlock("the caller holds this row inside a transaction of its own, which only it can ask about")
     reason = ask.core.loss_of(hold)
     if reason is not None:
         raise LockLost(
@@ -325,8 +325,9 @@ def ask_shard(ask: Ask) -> Operation[Hold | None]:
             fresh = True
             continue
         except Silent as silent:
+            proven = ask.session is None or ask.session.proven
             _drop(ask, kill=True)
-            faults = yield from _silent(ask, silent, faults)
+            faults = yield from _silent(ask, silent, faults, proven=proven)
             continue
         except Answered as answered:
             if answered.code not in _CROWDED_CODES or not ask.wait or faults >= shard.config.breaker.retries:
@@ -335,11 +336,19 @@ def ask_shard(ask: Ask) -> Operation[Hold | None]:
             yield from _pause(ask)
             continue
         if isinstance(outcome, Hold):
+            if outcome.session is not None:
+                try:
+                    outcome.session.occupy(outcome)
+                except Gone:
+                    _drop(ask)
+                    continue
             return outcome
         if outcome is Unlocked.BUSY:
             return None
         stalled = outcome is Unlocked.STALLED
         if now() + _SERVER_MARGIN >= ask.io_until or (stalled and not ask.wait):
+            if not ask.wait and outcome is Unlocked.REPEAT:
+                return None
             yield from _give_up_waiting(ask, outcome, stalled=stalled)
 
 
@@ -365,11 +374,16 @@ def _faulted(ask: Ask, error: Gone | Silent, faults: int) -> Operation[int]:
     return faults + 1
 
 
-def _silent(ask: Ask, error: Silent, faults: int) -> Operation[int]:
-    """No reply in time. Near the caller's deadline that proves nothing; the control session will find out."""
-    if ask.deadline.left() > 0 or not ask.wait:
+def _silent(ask: Ask, error: Silent, faults: int, *, proven: bool) -> Operation[int]:
+    """No reply in time: a fault where the session had just been proven alive, or could not be had at all.
+
+    Near the caller's deadline silence proves nothing either; the control session will find out.
+    """
+    if proven and (ask.deadline.left() > 0 or not ask.wait):
         return (yield from _faulted(ask, error, faults))
     ask.shard.poke_control()
+    if ask.deadline.left() > 0 and ask.wait:
+        return faults  # a session that had been idle for long and was cut: another one will tell
     raise ShardUnavailable("did not answer within the caller's timeout", shard=ask.shard.id) from driver_error(error)
 
 
@@ -449,7 +463,14 @@ def _conclude(
     shard, address = ask.shard, ask.address
     if isinstance(outcome, Hold):
         return outcome
-    yield from session.rollback(now() + GRACE)
+    try:
+        yield from session.rollback(now() + ask.core.config.pool.connect_timeout if not ask.wait else now() + GRACE)
+    except (Gone, Silent):
+        # The answer is known; the session is closed, and the server frees what it may hold. No fault of the shard.
+        shard.poke_control()
+    rights = shard.rights
+    if rights is not None and session.incarnation != rights.incarnation:
+        session.die()  # it leads to another server than the one that may grant
     ask.session = None
     shard.pool.give_back(session)
     if isinstance(outcome, ShardError):
@@ -557,7 +578,7 @@ def _judge_grant(
 ) -> Hold | Unlocked | ShardError:
     """Decide what a complete reply with the caller's row, locked, is worth."""
     shard = ask.shard
-    if read_only != b"0":
+    if not is_off(read_only):
         shard.poke_control()
         return ShardUnavailable("the server is read-only", shard=shard.id)
     if not tokens.EPOCH_US <= clock < tokens.END_US:

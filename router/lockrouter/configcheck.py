@@ -68,6 +68,8 @@ class Checker:
         self._number("router.handover_limit", router.handover_limit, 0, 63)
         self._number("router.handover_time", router.handover_time, 0, 60)
         self._number("router.close_timeout", router.close_timeout, 0, _HOUR)
+        if router.reload:
+            raise self._error("router.reload", "must be false: this version reads the file once; got True")
 
     def pool(self, pool: PoolOptions, breaker: BreakerOptions) -> None:
         """At least one connection, no more idle ones than there may be, and a bound on connecting."""

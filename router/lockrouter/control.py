@@ -24,7 +24,7 @@ from lockrouter import tokens
 from lockrouter.backoff import jittered
 from lockrouter.deadline import now
 from lockrouter.protocol.effects import SLEEP, Operation
-from lockrouter.protocol.packets import Err, Ok, Rows
+from lockrouter.protocol.packets import Err, Ok, Rows, is_off
 from lockrouter.session import Answered, Gone, Incarnation, Session, Silent, State, single_row
 from lockrouter.sql import statements
 
@@ -88,7 +88,7 @@ def started_us(text: bytes) -> int:
 
 def _why_not_primary(read_only: bytes, roles: list[bytes]) -> str | None:
     """Why this server must not grant, or None: it is the writable primary, as far as it knows."""
-    if read_only != b"0":
+    if not is_off(read_only):
         return "the server is read-only"
     if not roles:
         return None
@@ -201,7 +201,10 @@ class Keeper:
             session.die()
             raise
         session.state = State.IDLE
-        self._control = session
+        if reading.not_primary is not None and len(shard.endpoints) > 1:
+            session.close()  # the next reading looks for the primary among all hosts
+        else:
+            self._control = session
         self._judge(reading, session)
 
     def _ask(self, session: Session, until: float) -> Operation[Reading]:

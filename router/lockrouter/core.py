@@ -17,7 +17,7 @@ from lockrouter.errors import LockLost, LossReason, RouterClosed
 from lockrouter.gate import Gates, Handle, Hold, Party, Request
 from lockrouter.metrics import SEGMENTS, Metrics, multiprocess
 from lockrouter.protocol.effects import SLEEP, Operation, drive
-from lockrouter.protocol.packets import IN_TRANSACTION, Rows
+from lockrouter.protocol.packets import IN_TRANSACTION, Rows, is_off
 from lockrouter.routing import Routing, fingerprint, key_hash
 from lockrouter.session import Gone, Session, Silent, State
 from lockrouter.shard import Shard
@@ -60,12 +60,17 @@ class Core:
         self.generation = object()
         self.gates = Gates()
         self.local_gates = _local_gates.setdefault(fingerprint(config.topology), Gates())
-        self.shards = {shard.id: Shard(config, shard, on_demoted=self._demoted) for shard in config.shards}
+        before = getattr(self, "shards", {})
+        self.shards = {
+            shard.id: Shard(config, shard, on_demoted=self._demoted, like=before.get(shard.id))
+            for shard in config.shards
+        }
         # Rows whose ROLLBACK is on its way, and the session it went out on: the next request should follow it there.
         self.affinity: dict[int, Session] = {}
         # What dropped handles hold, and what an interrupt has left half released; see `reap`.
         self.orphans: deque[tuple[Hold, bytes]] = deque()
         self.unfinished: deque[Hold] = deque()
+        self._limited = any(rule.max_hold is not None for rule in config.classes)
         self._watcher: Watcher | None = None
         self.metrics = Metrics.of(self._registry)
 
@@ -123,13 +128,17 @@ class Core:
             shard.pool.close()
             shard.interrupt_waiters()
 
-    def forked(self) -> None:
-        """In a child process: own nothing, end nothing of the parent's, begin afresh at the next call."""
+    def disown(self) -> None:
+        """In a child process: let go of all that is the parent's, ending nothing of it; nothing here can fail."""
+        self.generation = object()
         for shard in self.shards.values():
             for session in (*shard.pool.sessions, *shard.keeper.sessions()):
                 session.forget()
         if self._watcher is not None:
             self._watcher.forget()
+
+    def forked(self) -> None:
+        """In a child process, disowned: begin afresh at the next call, with what was read of files before the fork."""
         closed = self.closed
         self._lock = threading.Lock()
         self.metrics.forked()
@@ -256,7 +265,7 @@ class Core:
         """The server has executed the ROLLBACK of a session: its last rows need no memory of it any more."""
         for slot in session.last_slots:
             if self.affinity.get(slot) is session:
-                del self.affinity[slot]
+                self.affinity.pop(slot, None)
 
     def reap(self) -> None:
         """Release what dropped handles held, and finish releases that were interrupted."""
@@ -271,6 +280,9 @@ class Core:
             except IndexError:
                 return
             if self.gates.uncount(hold, key):
+                if hold.shared and hold.session is not None:
+                    # A reader's release waits for the server, and nothing may wait here: closing frees the row, too.
+                    hold.session.die()
                 self.free(hold)
 
     def _finish(self, hold: Hold) -> None:
@@ -306,13 +318,13 @@ class Core:
             try:
                 reply = drive(session.exchange(CHECK, now() + self.config.pool.connect_timeout))
             except Gone:
-                return LossReason.CLOSED, 0
+                return session.end, 0
             except Silent:
                 return LossReason.SILENT, 0
             session.state = _HOLDING
         if not isinstance(reply, Rows) or not reply.status & IN_TRANSACTION:
             return LossReason.TRANSACTION_ENDED, 0
-        if len(reply.rows) != 1 or reply.rows[0][1] != b"0" or shard.refusal is not None:
+        if len(reply.rows) != 1 or not is_off(reply.rows[0][1]) or shard.demoted:
             return LossReason.DEMOTED, 0
         return None, tokens.micros(reply.rows[0][0] or b"")
 
@@ -322,13 +334,15 @@ class Core:
         Raises:
             LockLost: the hold turned out to be lost.
         """
+        session = hold.session
+        assert session is not None
         reason, clock = self.ask_server(hold)
         rights = hold.shard.rights
         if reason is None and not (
             rights is not None
-            and hold.session is not None
-            and rights.incarnation == hold.session.incarnation
-            and clock < rights.clock_high
+            and rights.incarnation == session.incarnation
+            and rights.lowest(session.sent_at) <= clock < rights.clock_high
+            and tokens.base_token(rights.term, clock) > hold.base
         ):
             reason = LossReason.DEMOTED
         if reason is not None:
@@ -350,7 +364,10 @@ class Core:
         hold.shard.stats.count_lost("local" if hold.degraded else hold.mode, reason.value)
         _log.warning("lock lost: row %d on shard %s: %s", hold.slot, hold.shard.id, reason.value)
         for callback in hold.callbacks:
-            threading.Thread(target=callback, args=(reason,), name="lockrouter-on-lost", daemon=True).start()
+            try:
+                threading.Thread(target=callback, args=(reason,), name="lockrouter-on-lost", daemon=True).start()
+            except RuntimeError:
+                _log.exception("no thread could be started to tell a holder of its loss")
 
     def _demoted(self, shard: Shard, reason: LossReason) -> None:
         for session in tuple(shard.pool.sessions):
@@ -365,6 +382,7 @@ class Core:
         """Twenty times a second: find held sessions that ended, ping those that are due, release what was dropped."""
         while True:
             self.reap()
+            self._look_at_limits()
             held = [
                 session
                 for shard in self.shards.values()
@@ -374,6 +392,23 @@ class Core:
             if held:
                 self._look_at(held)
             yield (SLEEP, now() + _LOOK_EVERY, None)
+
+    def _look_at_limits(self) -> None:
+        """Warn of locks held for half their class's `max_hold`; end those that pass it, where the class says so."""
+        if not self._limited:
+            return
+        for hold in self.gates.holds():
+            if hold.max_hold is None or hold.lost is not None:
+                continue
+            age = now() - hold.granted_at
+            if age > hold.max_hold / 2 and not hold.overdue:
+                hold.overdue = True
+                _log.warning(
+                    "row %d on shard %s is held for %.1f s of %.1f", hold.slot, hold.shard.id, age, hold.max_hold
+                )
+            if age > hold.max_hold and hold.kill and hold.session is not None:
+                self.lose(hold.session, LossReason.KILLED)
+                hold.session.die()
 
     def _look_at(self, held: list[Session]) -> None:
         readable = _readable(held)
@@ -413,6 +448,7 @@ class Core:
                 held = sum(mode == ("local" if hold.degraded else hold.mode) for hold in mine)
                 metrics.level(metrics.held, (shard.id, mode), held)
             metrics.level(metrics.waiters, (shard.id,), waiting[shard.id])
+            metrics.level(metrics.overdue, (shard.id,), sum(hold.overdue for hold in mine))
             self._fold_shard(metrics, shard)
         self._fold_segments(metrics)
 
@@ -466,7 +502,10 @@ def _readable(sessions: list[Session]) -> set[Session]:
 
 def _after_fork_in_child() -> None:
     _local_gates.clear()
-    for core in tuple(_cores):
+    cores = tuple(_cores)
+    for core in cores:
+        core.disown()
+    for core in cores:
         core.forked()
 
 

@@ -1,6 +1,6 @@
 """The gates: in this process, one caller per row is inside, one is at the server, the others queue here.
 
-The protocol is section A of the project's model-checked rules. Every public method of `Gates` is one of its atomic
+The rules were explored exhaustively in a small model (see tests/unit/test_gate_model.py). Every public method of `Gates` is one of its atomic
 blocks, run under the one mutex of all gates. After each block: a gate with a queue has a holder or a lead.
 
 1. `enter`: the holder's owner comes in again; an empty gate makes its caller the lead; others queue, unless that would
@@ -55,6 +55,10 @@ class Hold:
     shared = False
     party: Party | None = None
     lost: LossReason | None = None
+    # The class's limit in seconds, whether passing it ends the session, and what was said of it so far.
+    max_hold: float | None = None
+    kill = False
+    overdue = False
     callbacks: tuple[Callable[[LossReason], object], ...] = ()
     # Keys of this row that were held and released inside this hold.
     seen: frozenset[bytes] = frozenset()
@@ -258,16 +262,19 @@ class Gates:
             return _QUEUED
 
     def _nest(self, holder: Hold, request: Request) -> None:
-        counted = holder.keys.get(request.key)
+        self._count_in(holder, request.key)
+        request.hold = holder
+        request.place = _NESTED
+
+    def _count_in(self, hold: Hold, key: bytes) -> None:
+        counted = hold.keys.get(key)
         if counted is not None:
             counted[0] += 1
         else:
             # A key of this row that was held and released inside this very hold needs a token above its last one.
-            holder.passes += request.key in holder.seen
-            holder.keys[request.key] = [1, holder.base + holder.passes]
-        holder.count += 1
-        request.hold = holder
-        request.place = _NESTED
+            hold.passes += key in hold.seen
+            hold.keys[key] = [1, hold.base + hold.passes]
+        hold.count += 1
 
     def _refuse_cycle(self, gate: _Gate, owns: tuple[Hold, ...]) -> None:
         """Follow who waits for whom from `gate` on; a lead waits at the server, where no chain goes on."""
@@ -374,9 +381,7 @@ class Gates:
     def add_key(self, hold: Hold, key: bytes) -> None:
         """Count one more handle of a hold, for a key of its row."""
         with self._lock:
-            counted = hold.keys.setdefault(key, [0, hold.base + hold.passes])
-            counted[0] += 1
-            hold.count += 1
+            self._count_in(hold, key)
 
     def holds_all(self, requests: Iterable[Request]) -> bool:
         """True when every request is for a row that is its caller's own already."""

@@ -31,13 +31,17 @@ __all__ = ["Guard", "GuardedConnection"]
 
 _COMMENTS = r"\s*(?:(?:/\*(?![!M]).*?\*/|--\s[^\n]*|\#[^\n]*)\s*)*"
 _HARMLESS = re.compile(
-    _COMMENTS + r"\(*\s*(?:(?:SELECT|INSERT|UPDATE|DELETE|REPLACE|WITH|VALUES|TABLE|SHOW|SAVEPOINT|RELEASE)\b"
+    # A named lock or a variable would outlive the transaction on its session.
+    r"(?!.*(?:\bGET_LOCK\b|(?<!@)@(?!@)))"
+    + _COMMENTS
+    + r"\(*\s*(?:(?:SELECT|INSERT|UPDATE|DELETE|REPLACE|WITH|VALUES|TABLE|SHOW|SAVEPOINT|RELEASE)\b"
     r"|ROLLBACK\s+(?:WORK\s+)?TO\b)",
     re.IGNORECASE | re.DOTALL,
 )
 _COMMITS = re.compile(
     _COMMENTS + r"(?:(?:COMMIT|ALTER|TRUNCATE|RENAME|GRANT|REVOKE|ANALYZE|OPTIMIZE|REPAIR|FLUSH|RESET|INSTALL|UNINSTALL"
-    r"|XA)\b|BEGIN\b(?!\s+NOT\s+ATOMIC)|START\s+TRANSACTION\b|CREATE\b(?!\s+TEMPORARY)|DROP\b(?!\s+(?:TEMPORARY|PREPARE))"
+    r"|XA|EXECUTE|CACHE\s+INDEX|LOAD\s+INDEX|IMPORT|CHANGE|STOP|SHUTDOWN|UNLOCK)\b|BEGIN\b(?!\s+NOT\s+ATOMIC)"
+    r"|START\b|CREATE\b(?!\s+TEMPORARY)|DROP\b(?!\s+(?:TEMPORARY|PREPARE))"
     r"|LOCK\s+(?:TABLES?|INSTANCE)\b|SET\b.*\bautocommit\b|SET\s+PASSWORD\b)",
     re.IGNORECASE | re.DOTALL,
 )

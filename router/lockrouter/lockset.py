@@ -12,6 +12,7 @@ The steps of `take_rows`:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from lockrouter.acquire import (
     require_row_mode,
 )
 from lockrouter.deadline import Deadline, checked_timeout
-from lockrouter.errors import LockLost, LossReason, MaintenanceStall, ShardError, WouldDeadlock
+from lockrouter.errors import LockLost, LossReason, MaintenanceStall, NotHeld, RouterClosed, ShardError, WouldDeadlock
 from lockrouter.gate import Hold, Party, Place
 from lockrouter.owners import record
 from lockrouter.protocol.effects import Operation, drive
@@ -86,11 +87,18 @@ def _undo(asks: Sequence[Ask], parties: dict[Shard, Party]) -> None:
     for shard, party in parties.items():
         session = party.session
         with session.mutex:
-            if session.state in (State.HOLDING, State.BUSY):
+            if session.state is State.HOLDING:
                 core.send_rollback(session, party.holds)
         shard.pool.give_back(session)
     for ask in reversed(asks):
-        hold, ask.hold, ask.session, ask.local = ask.hold, None, None, None
+        hold, ask.hold = ask.hold, None
+        left, ask.session = ask.session, None
+        local, ask.local = ask.local, None
+        if left is not None and hold is None and all(left is not party.session for party in parties.values()):
+            left.die()
+            ask.shard.pool.give_back(left)
+        if local is not None and hold is None:
+            core.local_gates.leave(local)
         if hold is None:
             core.gates.leave_queue(ask)
         elif ask.place is Place.NESTED:
@@ -115,7 +123,8 @@ def _take(ask: Ask, parties: dict[Shard, Party]) -> Operation[None]:
     if place is Place.NESTED:
         assert ask.hold is not None
         if ask.core.loss_of(ask.hold) is not None:
-            raise LockLost("the row is held through a lock that is lost", key=ask.key, reason=LossReason.CLOSED)
+            reason = ask.hold.lost or LossReason.CLOSED
+            raise LockLost("the row is held through a lock that is lost", key=ask.key, reason=reason)
         return
     hold = yield from _lock_row(ask, parties)
     if hold is None:
@@ -150,12 +159,17 @@ def _join(party: Party, hold: Hold) -> None:
 def _lock_on_party(ask: Ask, party: Party) -> Operation[Hold | None]:
     session, shard = party.session, ask.shard
     while True:
+        if ask.core.closed:
+            raise RouterClosed("the router was closed while waiting")
+        if not shard.breaker.closed or shard.refusal is not None:
+            raise shard.refusal_error() or shard.unready_error()
         with session.mutex:
             if session.state is not State.HOLDING:
                 raise _Again
             try:
                 outcome = yield from lock_on(ask, session)
             except Gone:
+                session.die()  # also where the reply had come, and was none
                 raise _Again from None
             except Silent as error:
                 shard.kill(session)
@@ -286,11 +300,10 @@ class LockSet:
 
     def on_lost(self, callback: Callable[[LossReason], object]) -> None:
         """Have `callback(reason)` called once when the first member is lost; at once if one is."""
-        told: list[LossReason] = []
+        first = itertools.count()
 
         def once(reason: LossReason) -> None:
-            told.append(reason)
-            if len(told) == 1:
+            if next(first) == 0:
                 callback(reason)
 
         for member in self._members.values():
@@ -314,6 +327,8 @@ class LockSet:
                     member.release(confirm=confirm)
                 except LockLost as lost:
                     first = first or lost
+                except NotHeld:
+                    pass  # another thread was quicker
         if first is not None:
             raise first
 

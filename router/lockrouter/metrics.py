@@ -128,6 +128,7 @@ class Metrics:
         self.hold = Histogram("lockrouter_hold_seconds", "Holding", ("shard", "mode"), buckets=BOUNDS, **common)
         self.held = Gauge("lockrouter_held", "Locks held now", ("shard", "mode"), **live)
         self.waiters = Gauge("lockrouter_waiters", "Callers waiting now", ("shard",), **live)
+        self.overdue = Gauge("lockrouter_overdue", "Locks held for over half their max_hold", ("shard",), **live)
         self.pool = Gauge("lockrouter_pool_connections", "Connections", ("shard", "state"), **live)
         self.pool_limit = Gauge("lockrouter_pool_limit", "Connections allowed", ("shard",), **live)
         self.breaker = Gauge("lockrouter_breaker_state", "0 closed, 1 half-open, 2 open", ("shard",), **one)

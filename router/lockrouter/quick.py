@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lockrouter.acquire import REFRESH_AFTER, Complete, Sent, enter, statement
 from lockrouter.deadline import now
 from lockrouter.gate import Hold, Place
-from lockrouter.session import Gone, Silent, State
+from lockrouter.session import Gone, Silent
 from lockrouter.tokens import base_token
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["take_row_now"]
 
-_LEAD, _HOLDING = Place.LEAD, State.HOLDING
+_LEAD = Place.LEAD
 
 
 def take_row_now(ask: Ask) -> Hold | None:
@@ -75,7 +75,10 @@ def take_row_now(ask: Ask) -> Hold | None:
         session=session,
         base=base_token(rights.term, clock),
     )
-    session.hold = hold
-    session.state = _HOLDING
+    try:
+        session.occupy(hold)
+    except Gone as error:
+        ask.early = error
+        return None
     core.gates.granted(ask, hold)
     return hold

@@ -18,7 +18,7 @@ from lockrouter.fencing import Target, fence
 from lockrouter.lockin import LockIn, lock_in
 from lockrouter.lockset import LockSet, lock_all, name_keys
 from lockrouter.owners import record
-from lockrouter.pool import Exhausted
+from lockrouter.pool import Exhausted, PoolClosed
 from lockrouter.protocol.effects import WAIT, Operation, drive
 from lockrouter.quick import take_row_now
 from lockrouter.rerun import run
@@ -159,6 +159,8 @@ class LockRouter:
             else:
                 core.give_up(ask)
             raise
+        if rule.max_hold is not None:
+            hold.max_hold, hold.kill = rule.max_hold, rule.kill
         if hold.thing is ask.thing and hold not in ask.owns:
             record(hold)
         if hold.degraded:
@@ -289,10 +291,13 @@ def _warm(shard: Shard) -> Operation[None]:
     until = now() + shard.config.pool.connect_timeout
     sessions = []
     try:
-        for _ in range(shard.config.pool.min_idle):
+        there = sum(shard.pool.counts()[state] for state in ("idle", "busy"))
+        for _ in range(shard.config.pool.min_idle - there):
             sessions.append((yield from shard.pool.check_out(until, wait=False)))
     except (Gone, Silent, Answered, Exhausted) as error:
         raise as_shard_error(shard, error) from driver_error(error)
+    except PoolClosed:
+        raise RouterClosed("the router is closed") from None
     finally:
         for session in sessions:
             shard.pool.give_back(session)

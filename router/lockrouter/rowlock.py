@@ -126,6 +126,8 @@ class RowLock:
             raise NotHeld("the lock was released before")
         try:
             reason = self._release(core, hold, confirm)
+        except NotHeld:
+            raise
         except BaseException:
             if not self.attached and not hold.count:
                 # An interrupt came between the last handle's end and the row's: the background does the rest.
@@ -189,7 +191,8 @@ class RowLock:
         # No I/O here: a finaliser may run anywhere. The next acquisition or the background thread releases the row.
         if not getattr(self, "attached", False) or self._generation is not self._core.generation:
             return
+        shown = repr(self)
         self.attached = False
         if self._hold is not None:
             self._core.orphans.append((self._hold, self._key))
-            warnings.warn(f"{self!r} was dropped without release", ResourceWarning, stacklevel=2, source=self)
+            warnings.warn(f"{shown} was dropped without release", ResourceWarning, stacklevel=2, source=self)

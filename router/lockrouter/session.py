@@ -33,9 +33,10 @@ from lockrouter.protocol.packets import (
     Reply,
     ReplyReader,
     Rows,
+    is_off,
 )
 from lockrouter.protocol.wire import Wire
-from lockrouter.sql.statements import Dialect, dialect_of
+from lockrouter.sql.statements import CHECK, Dialect, dialect_of
 
 if TYPE_CHECKING:
     from lockrouter.config import Endpoint
@@ -135,11 +136,13 @@ class Session:
         "fresh",
         "hold",
         "incarnation",
+        "interrupted",
         "last_slots",
         "lease",
         "mutex",
         "ping_sent_at",
         "safe_from",
+        "sent_at",
         "state",
         "unread",
         "wire",
@@ -168,9 +171,10 @@ class Session:
         self.lease = 0
         # Whose call took it out of the pool, until it is returned: an interrupted call finds it by this.
         self.borrower: object = None
+        self.interrupted = False
         self.unread = 0
         self.fresh = True
-        self.answered_at = self.safe_from = now()
+        self.answered_at = self.safe_from = self.sent_at = now()
         self.ping_sent_at: float | None = None
 
     def exchange(
@@ -190,7 +194,7 @@ class Session:
         self.state = _BUSY
         answered = False
         try:
-            sent_at = since if since is not None else now()
+            sent_at = self.sent_at = since if since is not None else now()
             if packet:
                 # One unread OK is 11 bytes long; whatever comes behind it makes it more.
                 least = _OK_SIZE + 1 if self.unread == 1 else 1
@@ -231,6 +235,7 @@ class Session:
             Silent, Gone: as `exchange`.
         """
         self.state = _BUSY
+        self.sent_at = at
         try:
             unread = self.unread
             data = self.wire.talk(packet, until, _OK_SIZE + 1 if unread == 1 else 1)
@@ -255,6 +260,11 @@ class Session:
         self.safe_from = at
         self.answered_at = now()
         return fields
+
+    @property
+    def proven(self) -> bool:
+        """True when the server had answered here within the second before the last command was sent."""
+        return self.sent_at - self.answered_at < 1.0
 
     def _feed(self, data: bytes) -> None:
         if not data:
@@ -327,10 +337,12 @@ class Session:
             raise Gone("the server ended the transaction", answered=True)
 
     def confirm(self, until: float) -> Operation[bool]:
-        """Release with proof, in one trip: True when the transaction was alive when the ROLLBACK behind it came."""
+        """Release with proof, in one trip: True when the transaction was alive, on a server that is not read-only,
+        when the ROLLBACK behind the question came.
+        """
         self.hold = None
-        reply = yield from self.exchange(PING + ROLLBACK, until, more=True)
-        alive = isinstance(reply, Ok) and bool(reply.status & IN_TRANSACTION)
+        reply = yield from self.exchange(CHECK + ROLLBACK, until, more=True)
+        alive = isinstance(reply, Rows) and bool(reply.status & IN_TRANSACTION) and is_off(reply.rows[0][1])
         reply = yield from self.exchange(b"", until)
         self.state = _IDLE
         if not isinstance(reply, Ok) or reply.status & IN_TRANSACTION:
@@ -381,9 +393,32 @@ class Session:
         self._steady = None
         self._settled()
 
-    def interrupt(self) -> None:
-        """End the stream under whoever waits for a reply in another thread; that one closes the session."""
-        self.wire.interrupt()
+    def occupy(self, anchor: Any) -> None:
+        """From now on the session holds rows for `anchor`.
+
+        Raises:
+            Gone: it was interrupted before.
+        """
+        with self.mutex:
+            if self.interrupted:
+                self.die()
+                raise Gone("the wait for the row was ended", answered=True)
+            # In this order: the background takes a hold through a session that is not HOLDING for a lost one.
+            self.state = _HOLDING
+            self.hold = anchor
+
+    def interrupt(self) -> bool:
+        """End the stream under a caller that waits for its row; that one closes the session. False: nobody waits."""
+        if not self.mutex.acquire(blocking=False):
+            return False
+        try:
+            if self.state is not _BUSY or self.hold is not None:
+                return False
+            self.interrupted = True
+            self.wire.interrupt()
+            return True
+        finally:
+            self.mutex.release()
 
     def close(self) -> None:
         """Say good-bye where nothing is in flight, then close. Idempotent."""

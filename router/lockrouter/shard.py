@@ -40,22 +40,32 @@ class Refusal(NamedTuple):
 class Shard:
     """State and connections of one shard; it knows nothing of keys, gates or handles."""
 
-    def __init__(self, config: RouterConfig, shard: ShardConfig, *, on_demoted: Callable[[Shard, LossReason], None]):
+    def __init__(
+        self,
+        config: RouterConfig,
+        shard: ShardConfig,
+        *,
+        on_demoted: Callable[[Shard, LossReason], None],
+        like: Shard | None = None,
+    ) -> None:
+        """Make the shard's state; `like`, the same shard before a fork, lends what was read of files."""
         self.config = config
         self.id = shard.id
         self.protocol = PROTOCOL
         self.fingerprint = fingerprint(config.topology)
         self.buckets = sum(last - first + 1 for first, last in shard.ranges())
-        self.endpoints: tuple[Endpoint, ...] = config.endpoints(shard)
+        self.endpoints: tuple[Endpoint, ...] = like.endpoints if like is not None else config.endpoints(shard)
         # Of several hosts, the one that was found to be the writable primary.
         self.endpoint = self.endpoints[0]
-        self._tls = _tls_context(self.endpoint)
+        self._tls: ssl.SSLContext | None = like._tls if like is not None else _tls_context(self.endpoint)
         self._on_demoted = on_demoted
         self._grants = Grants()
         self._lock = threading.Lock()
         self._changed: list[Waiter] = []
         self.rights: Rights | None = None
         self.refusal: Refusal | None = None
+        # True while the server is known not to be the writable primary: what is held there is lost.
+        self.demoted = False
         self.waiting_for = "the shard has not been asked yet"
         self.cause: BaseException | None = None
         self.clock_fell = False
@@ -162,13 +172,18 @@ class Shard:
             session.die()
             raise
         connection_id, identity, started, protocol, found = (field or b"" for field in row)
-        if int(connection_id) != session.connection_id:
+        try:
+            numbers, started_at = (int(connection_id), int(protocol)), started_us(started)
+        except ValueError:
+            session.die()
+            raise Gone("the server says nonsense of itself", answered=True) from None
+        if numbers[0] != session.connection_id:
             session.die()
             raise Answered(0, "a proxy shares server connections between clients; row locks need their own")
-        if (int(protocol), found) != (self.protocol, self.fingerprint):
+        if (numbers[1], found) != (self.protocol, self.fingerprint):
             session.die()
             raise TopologyMismatch("the database was seeded for another topology", shard=self.id)
-        session.incarnation = (identity, started_us(started))
+        session.incarnation = (identity, started_at)
         # Nothing was locked; the transaction that the reading opened ends with the first ROLLBACK.
         session.send_rollback()
 
@@ -181,7 +196,9 @@ class Shard:
         if self.refusal is not None:
             _log.info("shard %s: grants again", self.id)
         self.refusal = None
+        self.demoted = False
         self.cause = None
+        self.waiting_for = "the right to grant has passed and could not be read again in time"
         self.rights = rights
         self._wake()
 
@@ -201,12 +218,14 @@ class Shard:
             _log.warning("shard %s: grants nothing: %s", self.id, why)
         self.rights = None
         self.refusal = Refusal(why, mismatch)
+        self.demoted = False
         self.breaker.refused(why)
         self._wake()
 
     def demote(self, why: str) -> None:
         """The server is not, or not usefully, the writable primary: holders lose their locks."""
         self.refuse(why)
+        self.demoted = True
         self._on_demoted(self, LossReason.DEMOTED)
 
     def fault(self, error: BaseException, *, probe: bool = False) -> None:
@@ -222,9 +241,8 @@ class Shard:
     def interrupt_waiters(self) -> None:
         """Wake who waits at the server for a row; what they sent is abandoned, and to be killed."""
         for session in tuple(self.pool.sessions):
-            if session.state is State.BUSY and session.hold is None:
+            if session.interrupt():
                 self.kill(session)
-                session.interrupt()
 
     def note_clock(self, clock: int, sent_at: float) -> bool:
         """Compare a grant's clock with the last reading; True when it went back: the shard needs a new term."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockrouter import InvalidKey, LockRouter, LockSet, LockTimeout, LossReason, NotHeld, WouldDeadlock
+from lockrouter.config import KeyClass
 from lockrouter.errors import LockLost
 from lockrouter.testing.cluster import Cluster
 from tests.support.observe import Observer, Routers, eventually, in_thread, keys_on
@@ -114,6 +115,27 @@ def test_a_later_writer_has_a_higher_token_than_readers(router: LockRouter) -> N
         between = reader.token
     with router.lock("shared:4") as writer:
         assert writer.token > between
+
+
+def test_a_class_ends_what_is_held_for_longer_than_its_max_hold(routers: Routers) -> None:
+    router = routers.make(classes=(KeyClass("short:", max_hold=0.4, kill=True),))
+    held = router.lock("short:1")
+    told: list[LossReason] = []
+    held.on_lost(told.append)
+    eventually(lambda: held.lost)
+    assert eventually(lambda: told) == [LossReason.KILLED]
+    routers.make().lock("short:1", timeout=5).release()
+    with pytest.raises(LockLost):
+        held.release()
+
+
+def test_a_class_without_kill_only_warns(routers: Routers, caplog: pytest.LogCaptureFixture) -> None:
+    router = routers.make(classes=(KeyClass("short:", max_hold=0.4),))
+    with caplog.at_level("WARNING", "lockrouter"), router.lock("short:2", confirm=True) as held:
+        shard = held.address.shard
+        eventually(lambda: routers.metric(router, "lockrouter_overdue", shard=shard) == 1)
+        assert "is held for" in caplog.text
+    assert routers.metric(router, "lockrouter_overdue", shard=shard) == 0
 
 
 # -- several rows -------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from lockrouter.errors import LossReason
 from lockrouter.protocol.effects import RECEIVE, TALK, Operation, drive
 from lockrouter.protocol.packets import PING, QUIT, ROLLBACK, Err, Ok, Rows, query
 from lockrouter.session import Answered, Gone, Session, Silent, State, single_row
+from lockrouter.sql.statements import CHECK
 
 from .test_packets import err, ok, result
 
@@ -337,13 +338,19 @@ def test_a_ping_proves_the_open_transaction(line: Line) -> None:
 
 @pytest.mark.parametrize("piece", [1, 11, 22])
 def test_a_confirmed_release_takes_one_trip_and_tells_whether_it_was_held(piece: int) -> None:
-    for first, alive in ((ok(0, IN_TRANS), True), (ok(0, OVER), False), (err(1105, "no"), False)):
+    answers = (
+        (result(2, [(b"1796066653.743323", b"0")], IN_TRANS), True),
+        (result(2, [(b"1796066653.743323", b"0")], OVER), False),
+        (result(2, [(b"1796066653.743323", b"1")], IN_TRANS), False),
+        (err(1105, "no"), False),
+    )
+    for first, alive in answers:
         with new_line() as line:
             line.session.state = State.HOLDING
             line.session.hold = object()
             proof, _ = hand_driven(line.session.confirm(soon()), first + ok(0, OVER), piece=piece)
             assert proof is alive
-            assert line.sent() == PING + ROLLBACK
+            assert line.sent() == CHECK + ROLLBACK
             assert line.session.state == State.IDLE and line.session.hold is None
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "ReplyReader",
     "Rows",
     "decode",
+    "is_off",
     "query",
 ]
 
@@ -61,6 +62,11 @@ class Rows(NamedTuple):
 
 
 Reply = Ok | Err | Rows
+
+
+def is_off(value: bytes | None) -> bool:
+    """True for a variable that is off, as a number or, as later MariaDB versions answer, as a word."""
+    return value in (b"0", b"OFF")
 
 
 def query(sql: bytes) -> bytes:
