@@ -1,7 +1,8 @@
 """The gates: in this process, one caller per row is inside, one is at the server, the others queue here.
 
-The rules were explored exhaustively in a small model (see tests/unit/test_gate_model.py). Every public method of `Gates` is one of its atomic
-blocks, run under the one mutex of all gates. After each block: a gate with a queue has a holder or a lead.
+The rules were explored exhaustively in a small model; tests/unit/test_gate_model.py walks through them at random. Every
+public method of `Gates` is one of their atomic blocks, run under the one mutex of all gates. After each block: a gate
+with a queue has a holder or a lead.
 
 1. `enter`: the holder's owner comes in again; an empty gate makes its caller the lead; others queue, unless that would
    close a cycle of waiting.
