@@ -291,10 +291,11 @@ def _warm(shard: Shard) -> Operation[None]:
     until = now() + shard.config.pool.connect_timeout
     sessions = []
     try:
-        there = sum(shard.pool.counts()[state] for state in ("idle", "busy"))
-        for _ in range(shard.config.pool.min_idle - there):
+        for _ in range(shard.config.pool.min_idle):
             sessions.append((yield from shard.pool.check_out(until, wait=False)))
-    except (Gone, Silent, Answered, Exhausted) as error:
+    except Exhausted:
+        pass  # in use to the last one: warm enough
+    except (Gone, Silent, Answered) as error:
         raise as_shard_error(shard, error) from driver_error(error)
     except PoolClosed:
         raise RouterClosed("the router is closed") from None

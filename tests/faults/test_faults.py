@@ -644,7 +644,7 @@ def test_check_and_confirmed_release_are_cut_after_any_byte(
     other.warm()
     calls: list[tuple[bytes, Callable[[RowLock], None]]] = [
         (b"@@global.read_only", lambda held: held.check()),
-        (b"\x01\x00\x00\x00\x0e", lambda held: held.release(confirm=True)),
+        (b"@@global.read_only", lambda held: held.release(confirm=True)),
     ]
     for marker, call in calls:
         lost = 0
