@@ -346,6 +346,8 @@ def ask_shard(ask: Ask) -> Operation[Hold | None]:
         if outcome is Unlocked.BUSY:
             return None
         stalled = outcome is Unlocked.STALLED
+        if stalled and not ask.wait and now() < ask.io_until and not (yield from _metadata_locked(ask)):
+            continue  # a slow server, not a metadata lock: the bound of a try is short
         if now() + _SERVER_MARGIN >= ask.io_until or (stalled and not ask.wait):
             if not ask.wait and outcome is Unlocked.REPEAT:
                 return None
