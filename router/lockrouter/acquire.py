@@ -159,7 +159,7 @@ class Ask(Request):
         if hold is not None:
             holder = f"{describe(hold.thing)} of this process, for {now() - hold.granted_at:.3f} s"
         else:
-            holder = "another process"
+            holder = f"another process; ask: lockrouter holders {self.core.config.path or 'FILE'} KEY"
         waited = self.deadline.waited()
         where = f"row {self.address.slot} of lock_{self.address.table:02d} on shard {self.address.shard}"
         return LockTimeout(
@@ -259,8 +259,6 @@ def abandon(ask: Ask) -> None:
 def _nested(ask: Ask) -> Operation[Hold]:
     hold = ask.hold
     assert hold is not None
-    if hold.session is None and not hold.degraded:
-        raise WouldDeadlock("the caller holds this row inside a transaction of its own, which only it can ask about")
     reason = ask.core.loss_of(hold)
     if reason is not None:
         raise LockLost(
@@ -269,6 +267,8 @@ def _nested(ask: Ask) -> Operation[Hold]:
             reason=reason,
         )
     if hold.passes > tokens.MAX_PASS:
+        if hold.session is None:
+            raise WouldDeadlock("the tokens of this row are used up inside the caller's own transaction")
         yield (CALL, lambda: ask.core.read_clock_again(hold, ask.key), None)
     return hold
 

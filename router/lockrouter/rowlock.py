@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lockrouter.deadline import now
-from lockrouter.errors import LockLost, LossReason, NotHeld, NoToken
+from lockrouter.errors import ConfigError, LockLost, LossReason, NotHeld, NoToken
 from lockrouter.gate import Hold
 from lockrouter.owners import forget
 from lockrouter.protocol.effects import drive
@@ -95,15 +95,20 @@ class RowLock:
     def check(self) -> None:
         """Ask the server, in one round trip: afterwards the lock was held, on a writable primary, a moment ago.
 
+        A degraded lock asks nobody: it excludes this process only.
+
         Raises:
             LockLost: it is lost.
             NotHeld: it was released.
+            ConfigError: the row is held inside a transaction of the caller's own (`lock_in`): only that can be asked.
         """
         hold = self._held
         if not self.attached:
             raise NotHeld("the lock was released")
         reason = self._loss()
-        if reason is None and hold.session is not None:
+        if reason is None and not hold.degraded:
+            if hold.session is None:
+                raise ConfigError("the row is held inside a transaction of the caller's own: only that can be asked")
             reason, _ = self._core.ask_server(hold)
             if reason is not None:
                 self._core.lose_hold(hold, reason)
@@ -113,7 +118,8 @@ class RowLock:
     def release(self, *, confirm: bool = False) -> None:
         """Free the row soon: its ROLLBACK is sent, not awaited. Any thread may release.
 
-        With `confirm` it is awaited, one round trip, and proves that the lock was held to the end.
+        With `confirm` it is awaited, one round trip, and proves that the lock was held to the end (but not for a lock
+        nested in `lock_in`: there the caller's own commit is the proof). A shared lock's release is always awaited.
 
         Raises:
             NotHeld: this handle was released before.
