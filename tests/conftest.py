@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,9 @@ from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
 
 from .support.servers import Clusters, versions
+
+# A run that was started in the background of a shell inherits that SIGINT is ignored; tests and their children send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
