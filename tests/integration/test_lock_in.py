@@ -213,7 +213,7 @@ def test_the_callers_other_locks(router: LockRouter, engine: Engine, key: str) -
 
 def test_busy_rows(routers: Routers, router: LockRouter, engine: Engine, key: str) -> None:
     other = routers.make()
-    with other.lock(key), engine.connect() as connection:
+    with other.lock(key, confirm=True), engine.connect() as connection:
         began = time.monotonic()
         with pytest.raises(LockTimeout):
             router.lock_in(connection, key, timeout=0.3)
