@@ -64,6 +64,7 @@ __all__ = [
     "refuse_frozen",
     "require_row_mode",
     "statement",
+    "tag_of",
     "take_row",
 ]
 
@@ -506,11 +507,16 @@ def lock_on(ask: Ask, session: Session) -> Operation[Hold | Unlocked | ShardErro
     return outcome
 
 
+def tag_of(key: bytes) -> bytes:
+    """What a locking statement says of its key to whoever looks at the server: 16 bytes."""
+    return key_hash(key).encode()
+
+
 def statement(ask: Ask, session: Session, at: float) -> tuple[bytes, float]:
     """The locking packet for a row, sent at `at`, and the end of waiting for its reply."""
     address, dialect = ask.address, session.dialect
     patience = ask.core.config.pool.connect_timeout
-    tag = key_hash(ask.key).encode()
+    tag = tag_of(ask.key)
     if not ask.wait:
         return dialect.try_lock(address.table, address.slot, tag, ask.shared), at + _TRY_FOR + patience
     deadline = ask.deadline.at

@@ -151,10 +151,6 @@ class Core:
         """A key as logs and errors may show it: its hash, unless `log_keys` is on."""
         return repr(key) if self.config.router.log_keys else key_hash(key)
 
-    def tag(self, key: bytes) -> bytes:
-        """What the locking statement says of its key to whoever looks at the server."""
-        return key_hash(key).encode()
-
     def segment(self, bucket: int) -> int:
         """Which of the equal parts of the bucket space a bucket lies in."""
         return bucket * SEGMENTS // self.config.topology.buckets

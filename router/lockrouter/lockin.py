@@ -17,7 +17,7 @@ from msgspec import structs
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from lockrouter.acquire import Ask, Unlocked, await_rights, judge, queue_at, refuse_frozen, require_row_mode
+from lockrouter.acquire import Ask, Unlocked, await_rights, judge, queue_at, refuse_frozen, require_row_mode, tag_of
 from lockrouter.control import started_us
 from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import ConfigError, LockLost, LossReason, ShardError, ShardUnavailable
@@ -208,7 +208,7 @@ def _ask(ask: Ask, connection: Connection, seen: _Seen) -> Hold:
 
 
 def _send(ask: Ask, connection: Connection, dialect: Dialect) -> tuple[Rows | Err, DBAPIError | None]:
-    address, tag = ask.address, ask.core.tag(ask.key)
+    address, tag = ask.address, tag_of(ask.key)
     if ask.wait:
         bound = max(0.001, min(MAX_STATEMENT_WAIT, ask.deadline.left() - _MARGIN))
         statement = dialect.lock(address.table, address.slot, bound, tag)

@@ -1,8 +1,8 @@
 """The usual case of taking a row, in one go: a free gate, an idle session, one statement, and the reply it should have.
 
 This is `acquire.take_row` without its waits, because generators, their objects and their many small calls cost more
-than the server does. It decides nothing by itself: the gate, the pool, the packet and the judgement are the same. Where
-anything else comes, it stops, says in the request what it has done so far, and `take_row` goes on from there.
+than the server does. The gate, the pool and the packet are the same; of the judgement it knows only what a plain grant
+is. Where anything else comes, it stops, says in the request what it has done so far, and `take_row` goes on from there.
 """
 
 from __future__ import annotations

@@ -222,11 +222,6 @@ def read_marker(dialect: Dialect, marker: bytes, seconds: float) -> bytes:
     return query(b"SET STATEMENT max_statement_time = %de-3 FOR %s" % (_bound_ms(seconds), form))
 
 
-def closed_bucket(bucket: int) -> bytes:
-    """The packet that reads where a closed bucket went."""
-    return query(b"SELECT epoch, moved_to FROM lock_bucket WHERE bucket = %d" % bucket)
-
-
 FROZEN_PREFIXES = query(b"SELECT prefix FROM frozen")
 
 
