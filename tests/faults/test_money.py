@@ -80,6 +80,10 @@ def test_the_sum_never_changes(cluster: Cluster, server: Observer, accounts: Acc
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
         assert sums(server)[0] == accounts.total, "after the first transaction of each process"
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
         killed = kill_some(server, dice, 4.0)
         assert sums(server)[0] == accounts.total
         cluster.kill(0)
@@ -94,7 +98,7 @@ def test_the_sum_never_changes(cluster: Cluster, server: Observer, accounts: Acc
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()
     eventually(lambda: not server.locks()["holders"], 15.0)
     money, moves = sums(server)
     print(killed, moves, figures)

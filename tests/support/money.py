@@ -111,13 +111,15 @@ def body(connection: Connection, dice: random.Random, giver: int, taker: int) ->
 
 
 def main() -> int:
-    """Run until the end of the input."""
+    """Say "ready" after a first transfer, run from a line of input until the input's end."""
     mover = Mover(sys.argv[1], int(sys.argv[2]))
     # The first transaction of a fresh process: SQLAlchemy has not seen the server yet.
     with mover.router.transaction(mover.keys[0], timeout=10.0) as connection:
         pay(connection, 0, -1)
         pay(connection, 1, 1)
     print("ready", flush=True)
+    # Without waiting here, the threads of one process would deadlock with the first transfer of another.
+    sys.stdin.readline()
     threads = [threading.Thread(target=mover.work, args=(number,)) for number in range(_THREADS)]
     for thread in threads:
         thread.start()
