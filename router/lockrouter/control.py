@@ -299,7 +299,8 @@ class Keeper:
             shard.demote("the server cannot commit: the grant window could not be renewed")
             self._renew(reading)
             return
-        if reading.clock_high < reading.clock + self._window_us * 2 // 3:
+        # Without a writer session even where the window is long: when it is not, a connection may not be had any more.
+        if self._writer is None or reading.clock_high < reading.clock + self._window_us * 2 // 3:
             self._renew(reading)
         wall = time.time() - (now() - reading.received_at)
         rights = Rights(reading.incarnation, reading.term, reading.clock_high, reading.clock, reading.received_at, wall)

@@ -267,6 +267,7 @@ def test_too_many_connections(routers: Routers, server: Observer) -> None:
     router, fresh = routers.make(pool={"size": 64, "min_idle": 1}), routers.make()
     key, *others = keys_on(router, SHARD, 70, prefix="fault")
     fine(router, key)
+    eventually(lambda: len(router._core.shards[NAME].keeper.sessions()) == 2)  # it can renew its right to grant
     most = int(server.ask("SELECT @@max_connections")[0][0])
     fillers: list[pymysql.Connection[Any]] = []
     server.ask("SET GLOBAL max_connections = 20")
@@ -298,6 +299,7 @@ def test_too_many_connections(routers: Routers, server: Observer) -> None:
         server.ask(f"SET GLOBAL max_connections = {most}")
         for filler in fillers:
             filler.close()
+    eventually(lambda: router.health()[NAME]["state"] == "ok")
     fine(router, others[0])
     eventually(lambda: isinstance(attempt(fresh, key, 3.0), RowLock))
 
