@@ -123,7 +123,7 @@ def stub_router() -> LockRouter:
     incarnation = (b"stub", 0)
 
     def open_one(until: float) -> Operation[Session]:
-        session = Session(None, cast(Any, _NoConnection()), shard._grants)
+        session = Session(None, cast(Any, _NoConnection()), shard.grants)
         session.wire = StubWire()
         session.incarnation = incarnation
         return session

@@ -35,7 +35,7 @@ from lockrouter.owners import describe, own_holds, running
 from lockrouter.pool import Exhausted, PoolClosed
 from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Reply, Rows, is_off
-from lockrouter.routing import key_hash
+from lockrouter.routing import Routing
 from lockrouter.session import ROWS, Answered, Gone, Session, Silent, State, driver_error
 from lockrouter.sql.statements import MAX_STATEMENT_WAIT, probe_table
 
@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REFRESH_AFTER",
+    "SERVER_MARGIN",
+    "TRY_FOR",
     "Ask",
-    "Complete",
     "Sent",
     "Unlocked",
     "abandon",
@@ -64,12 +65,11 @@ __all__ = [
     "refuse_frozen",
     "require_row_mode",
     "statement",
-    "tag_of",
     "take_row",
 ]
 
-_SERVER_MARGIN = 0.005
-_TRY_FOR = 0.05
+SERVER_MARGIN = 0.005
+TRY_FOR = 0.05
 REFRESH_AFTER = 1.0
 _GONE_CODES = frozenset({1053, 1927, 2006, 2013, 4031})
 _READ_ONLY_CODES = frozenset({1290, 1792, 1836, 1874, 3100})
@@ -100,21 +100,12 @@ class Sent(NamedTuple):
     releasing: Session | None
 
 
-class Complete(NamedTuple):
-    """The whole reply to such a statement: one row in a transaction, to be judged step by step."""
-
-    session: Session
-    at: float
-    releasing: Session | None
-    fields: tuple[bytes, ...]
-
-
 class Ask(Request):
     """One caller's request for one row, from its first look at the gate to its hold."""
 
     local: Hold | None = None
     # What the quick path met and left to the steps below: an error, or a session whose reply is not all decoded yet.
-    early: Gone | Silent | Sent | Complete | None = None
+    early: Gone | Silent | Sent | None = None
 
     def __init__(
         self,
@@ -129,9 +120,11 @@ class Ask(Request):
         shared: bool = False,
         alone: bool = True,
         lane: int = ROWS,
+        address: Address | None = None,
     ) -> None:
         me = running()
-        address = core.routing.route(key)
+        if address is None:
+            address = core.routing.route(key)
         self.slot = address.slot
         self.key = key
         self.thing = me
@@ -146,7 +139,7 @@ class Ask(Request):
         self.wait = wait
         self.reentrant = reentrant
         self.lane = lane
-        self.address: Address = address
+        self.address = address
         self.shard: Shard = core.shards[address.shard]
 
     @property
@@ -349,7 +342,7 @@ def ask_shard(ask: Ask) -> Operation[Hold | None]:
         stalled = outcome is Unlocked.STALLED
         if stalled and not ask.wait and now() < ask.io_until and not (yield from _metadata_locked(ask)):
             continue  # a slow server, not a metadata lock: the bound of a try is short
-        if now() + _SERVER_MARGIN >= ask.io_until or (stalled and not ask.wait):
+        if now() + SERVER_MARGIN >= ask.io_until or (stalled and not ask.wait):
             if not ask.wait and outcome is Unlocked.REPEAT:
                 return None
             yield from _give_up_waiting(ask, outcome, stalled=stalled)
@@ -427,7 +420,7 @@ def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | Unlocked]:
     """One locking statement on one session; the session is idle again, or closed, unless it is a grant."""
     shard, address = ask.shard, ask.address
     releasing = ask.core.affinity.get(address.slot)
-    session = None if fresh else shard.pool.take(releasing, ask.lane, ask)
+    session = None if fresh else shard.pool.take(releasing, ask.lane, ask, now())
     if session is None:
         session = yield from _check_out(ask, fresh=fresh, prefer=releasing)
     ask.session = session
@@ -441,16 +434,12 @@ def _attempt(ask: Ask, *, fresh: bool) -> Operation[Hold | Unlocked]:
 
 
 def _go_on(ask: Ask) -> Operation[Hold | Unlocked]:
-    """Take over from the quick path: raise what it met, or decode and judge the whole reply it has begun to read."""
+    """Take over from the quick path: raise what it met, or go on with the reply it has begun to read."""
     early, ask.early = ask.early, None
     if isinstance(early, Sent):
         session, sent_at, releasing = early
         reply = yield from session.exchange(b"", ask.io_until + GRACE, since=sent_at)
         outcome = judge(ask, session, reply, sent_at)
-    elif isinstance(early, Complete):
-        session, sent_at, releasing, (slot, epoch, seconds, decimals, read_only) = early
-        row = (slot, epoch, seconds + b"." + decimals, read_only)
-        outcome = judge(ask, session, Rows([row], IN_TRANSACTION), sent_at)
     else:
         assert early is not None
         raise early
@@ -482,10 +471,10 @@ def _conclude(
         yield from await_rights(ask)
     if outcome is Unlocked.BUSY and releasing is not None and releasing is not session:
         # The row's ROLLBACK of a moment ago may still be on its way on another session: that is not "busy".
-        if ask.core.affinity.get(address.slot) is releasing and ask.deadline.waited() < _TRY_FOR:
+        if ask.core.affinity.get(address.slot) is releasing and ask.deadline.waited() < TRY_FOR:
             yield (SLEEP, now() + 0.0005, None)
             return Unlocked.REPEAT
-        if ask.core.affinity.get(address.slot) is None and ask.deadline.waited() < _TRY_FOR:
+        if ask.core.affinity.get(address.slot) is None and ask.deadline.waited() < TRY_FOR:
             return Unlocked.REPEAT
     return outcome
 
@@ -507,21 +496,16 @@ def lock_on(ask: Ask, session: Session) -> Operation[Hold | Unlocked | ShardErro
     return outcome
 
 
-def tag_of(key: bytes) -> bytes:
-    """What a locking statement says of its key to whoever looks at the server: 16 bytes."""
-    return key_hash(key).encode()
-
-
 def statement(ask: Ask, session: Session, at: float) -> tuple[bytes, float]:
     """The locking packet for a row, sent at `at`, and the end of waiting for its reply."""
     address, dialect = ask.address, session.dialect
     patience = ask.core.config.pool.connect_timeout
-    tag = tag_of(ask.key)
+    tag = Routing.tag(ask.key)
     if not ask.wait:
-        return dialect.try_lock(address.table, address.slot, tag, ask.shared), at + _TRY_FOR + patience
+        return dialect.try_lock(address.table, address.slot, tag, ask.shared), at + TRY_FOR + patience
     deadline = ask.deadline.at
     longest = session.longest_wait or MAX_STATEMENT_WAIT
-    left = deadline - at - _SERVER_MARGIN
+    left = deadline - at - SERVER_MARGIN
     packet = dialect.lock(address.table, address.slot, left if left < longest else longest, tag, ask.shared)
     if 0.0 < left <= longest:
         return packet, deadline + GRACE

@@ -34,16 +34,17 @@ class Breaker:
         self._probe_after = probe_after
         self._clock = clock
         self._lock = threading.Lock()
-        self._in_a_row = 0
+        self.in_a_row = 0
         self._probe_at = 0.0
         self.state = BreakerState.CLOSED
+        # True while calls may go to the shard: an attribute, since every call asks.
+        self.closed = True
         self.refusal: str | None = None
         self.openings = 0
 
-    @property
-    def closed(self) -> bool:
-        """True while calls may go to the shard."""
-        return self.state is _CLOSED
+    def _become(self, state: BreakerState) -> None:
+        self.state = state
+        self.closed = state is _CLOSED
 
     def fault(self, *, probe: bool = False) -> bool:
         """Count a fault, of the probe or of a call; True when this one opened the breaker."""
@@ -51,39 +52,39 @@ class Breaker:
             if self.state is BreakerState.HALF_OPEN and not probe:
                 return False  # of a call that began before: the probe that is out decides
             self.refusal = None
-            self._in_a_row += 1
-            if self.state == BreakerState.CLOSED and self._in_a_row < self._failures:
+            self.in_a_row += 1
+            if self.state == BreakerState.CLOSED and self.in_a_row < self._failures:
                 return False
             opened = self.state == BreakerState.CLOSED
-            self.state = BreakerState.OPEN
+            self._become(BreakerState.OPEN)
             self._probe_at = self._clock() + jittered(self._probe_after)
             self.openings += opened
             return opened
 
     def success(self) -> bool:
         """Note that the shard answered as it should; True when this closed an open breaker."""
-        if self.state == BreakerState.CLOSED and not self._in_a_row and self.refusal is None:
+        if self.state == BreakerState.CLOSED and not self.in_a_row and self.refusal is None:
             return False
         with self._lock:
             reopened = self.state != BreakerState.CLOSED
-            self.state = BreakerState.CLOSED
-            self._in_a_row = 0
+            self._become(BreakerState.CLOSED)
+            self.in_a_row = 0
             self.refusal = None
             return reopened
 
     def answered(self) -> None:
         """Note that a call was answered as it should be: faults before it are not in a row with later ones."""
-        if self._in_a_row and self.state is _CLOSED:
+        if self.in_a_row and self.state is _CLOSED:
             with self._lock:
                 if self.state == BreakerState.CLOSED:
-                    self._in_a_row = 0
+                    self.in_a_row = 0
 
     def refused(self, why: str) -> None:
         """Note that the shard answered, with an error: it is not dead, and must not be degraded around."""
         with self._lock:
             self.refusal = why
             if self.state == BreakerState.HALF_OPEN:
-                self.state = BreakerState.OPEN
+                self._become(BreakerState.OPEN)
                 self._probe_at = self._clock() + jittered(self._probe_after)
 
     def take_probe(self) -> bool:
@@ -91,14 +92,14 @@ class Breaker:
         with self._lock:
             if self.state != BreakerState.OPEN or self._clock() < self._probe_at:
                 return False
-            self.state = BreakerState.HALF_OPEN
+            self._become(BreakerState.HALF_OPEN)
             return True
 
     def abandon_probe(self) -> None:
         """Give back a claimed probe that ended without an outcome."""
         with self._lock:
             if self.state == BreakerState.HALF_OPEN:
-                self.state = BreakerState.OPEN
+                self._become(BreakerState.OPEN)
 
     def probe_in(self) -> float:
         """Seconds until the next probe may start; 0.0 when it may now, or none is needed."""

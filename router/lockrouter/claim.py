@@ -73,7 +73,7 @@ class Claim:
             raise
         finally:
             for ask in asks:
-                segment = self.core.segment(ask.address.bucket)
+                segment = self.core.segments[ask.address.bucket]
                 self.shard.stats.transaction.ended(outcome, deadline.waited(), segment)
 
     def _ask(self, raw: bytes, deadline: Deadline) -> Ask:

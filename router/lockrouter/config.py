@@ -103,10 +103,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def class_of(self, key: bytes) -> ResolvedClass:
         """The rules for a key: those of the longest prefix it starts with, byte by byte, else those of [router]."""
-        return self._rules.of(key)
+        return self.rules.of(key)
 
     @cached_property
-    def _rules(self) -> ClassRules:
+    def rules(self) -> ClassRules:
+        """The classes, laid out for look-up."""
         return ClassRules(self)
 
 

@@ -48,6 +48,11 @@ class Core:
     def __init__(self, config: RouterConfig, registry: CollectorRegistry) -> None:
         self.config = config
         self.routing = Routing(config)
+        buckets = config.topology.buckets
+        # Which of the equal parts of the bucket space each bucket lies in.
+        self.segments = bytes(bucket * SEGMENTS // buckets for bucket in range(buckets))
+        self.class_of = config.rules.of
+        self._patience = config.router.ghost_timeout - 0.5
         self._registry = registry
         self._lock = threading.Lock()
         self._build()
@@ -151,10 +156,6 @@ class Core:
         """A key as logs and errors may show it: its hash, unless `log_keys` is on."""
         return repr(key) if self.config.router.log_keys else key_hash(key)
 
-    def segment(self, bucket: int) -> int:
-        """Which of the equal parts of the bucket space a bucket lies in."""
-        return bucket * SEGMENTS // self.config.topology.buckets
-
     def storm(self) -> bool:
         """True when two shards or more, owning `storm_ratio` of the buckets, do not answer."""
         shut = [shard for shard in self.shards.values() if not shard.breaker.closed]
@@ -179,25 +180,43 @@ class Core:
             raise
 
     def let_go(self, hold: Hold, handle: Handle) -> bool:
-        """Release the usual hold, of one row through one session, one handle, nobody behind it; False: it is not that.
+        """Release the usual hold: of one row through one session, one handle, nobody behind it, not known to be lost.
 
-        Raises:
-            An interrupt only.
+        False: it is not that, and nothing is done. Raises: an interrupt only.
         """
         session = hold.session
-        if session is None or hold.count != 1 or hold.party is not None or hold.shared:
+        if (
+            session is None
+            or hold.count != 1
+            or hold.party is not None
+            or hold.shared
+            or hold.lost is not None
+            or session.state is not _HOLDING
+            or handle.generation is not self.generation
+        ):
             return False
-        self.affinity[hold.slot] = session
-        if not self.gates.release(hold, handle):
-            self.affinity.pop(hold.slot, None)
+        at = now()
+        if at > session.safe_from + self._patience:
             return False
-        with session.mutex:
-            if session.hold is hold and session.state is _HOLDING:
-                session.last_slots = (hold.slot,)
-                session.send_rollback(self._settled)
-        shard: Shard = hold.shard
-        shard.pool.give_back(session, hold.lease)
-        shard.stats.row.released(now() - hold.granted_at)
+        slot = hold.slot
+        self.affinity[slot] = session
+        try:
+            if not self.gates.release(hold, handle):
+                self.affinity.pop(slot, None)
+                return False
+            with session.mutex:
+                if session.hold is hold and session.state is _HOLDING:
+                    session.last_slots = (slot,)
+                    session.send_rollback(self._settled, at)
+            shard: Shard = hold.shard
+            shard.pool.give_back(session, hold.lease)
+            shard.stats.row.released(at - hold.granted_at)
+        except BaseException:
+            if not handle.attached:
+                self.unfinished.append(hold)
+            raise
+        # The context's record of it may outlive it; that must not keep the task alive whose context this is.
+        hold.thing = None
         return True
 
     def _free(self, hold: Hold) -> None:

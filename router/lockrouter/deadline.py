@@ -50,9 +50,9 @@ class Deadline:
 
     __slots__ = ("at", "started", "timeout")
 
-    def __init__(self, timeout: float, *, clock: Clock = now) -> None:
+    def __init__(self, timeout: float, *, started: float | None = None, clock: Clock = now) -> None:
         self.timeout = timeout
-        self.started = clock()
+        self.started = clock() if started is None else started
         self.at = self.started + timeout
 
     def left(self) -> float:

@@ -71,11 +71,12 @@ class Hold:
         key: bytes,
         thing: object,
         owner: Hashable,
-        *,
         shard: Any,
         session: Session | None,
         base: int = 0,
+        *,
         passes: int = 0,
+        at: float | None = None,
         row_at: float | None = None,
     ) -> None:
         self.slot = slot
@@ -88,7 +89,7 @@ class Hold:
         self.degraded = session is None
         self.base = base
         self.passes = passes
-        self.granted_at = now()
+        self.granted_at = now() if at is None else at
         self.row_at = self.granted_at if row_at is None else row_at
         # Per key: how many handles are open, and their token.
         self.keys: dict[bytes, list[int]] = {key: [1, base + passes]}
@@ -98,6 +99,7 @@ class Handle(Protocol):
     """What the gates know of a caller's handle: whether it still has a hold to release."""
 
     attached: bool
+    generation: object
 
 
 class Party:
@@ -158,14 +160,13 @@ _NONE: frozenset[Any] = frozenset()
 
 
 class _Gate:
-    __slots__ = ("holder", "lead", "queue", "reader_leads", "readers")
-
-    def __init__(self) -> None:
-        self.holder: Hold | None = None
-        self.lead: Request | None = None
-        self.queue: deque[Request] = _NOBODY
-        self.readers: set[Hold] | frozenset[Hold] = _NONE
-        self.reader_leads: set[Request] | frozenset[Request] = _NONE
+    # Defaults of the class: a gate is made for every lock, and most need only one of these.
+    holder: Hold | None = None
+    # The exclusive request at the server, or whatever else stands for its caller; see `Gates.lead`.
+    lead: object = None
+    queue: deque[Request] = _NOBODY
+    readers: set[Hold] | frozenset[Hold] = _NONE
+    reader_leads: set[Request] | frozenset[Request] = _NONE
 
     def own(self, request: Request) -> Hold | None:
         """The hold of this gate that is the caller's own."""
@@ -261,6 +262,47 @@ class Gates:
             for hold in request.owns:
                 self._waiting[hold] = gate
             return _QUEUED
+
+    def lead(self, slot: int, caller: object) -> bool:
+        """As `enter` for the usual request, which finds nobody here: `caller` is the lead. False: it is not that.
+
+        What stands for the caller goes on with `settle`, `succeed`, or `withdraw`.
+        """
+        with self._lock:
+            if self._closed or slot in self._gates:
+                return False
+            gate = self._gates[slot] = _Gate()
+            gate.lead = caller
+            return True
+
+    def settle(self, slot: int, hold: Hold) -> None:
+        """`granted`, for what `lead` has let in."""
+        with self._lock:
+            gate = self._gates[slot]
+            gate.lead = None
+            gate.holder = hold
+
+    def succeed(self, caller: object, request: Request) -> None:
+        """Let a request be the lead in place of what stood for its caller."""
+        with self._lock:
+            gate = self._gates[request.slot]
+            assert gate.lead is caller
+            gate.lead = request
+            request.place = _LEAD
+
+    def withdraw(self, slot: int, caller: object, hold: Hold | None) -> None:
+        """Take out what an interrupted call of `lead` or `settle` has left, if anything: the row is free by now."""
+        with self._lock:
+            gate = self._gates.get(slot)
+            if gate is None:
+                return
+            if gate.lead is caller:
+                gate.lead = None
+            elif hold is not None and gate.holder is hold:
+                gate.holder = None
+            else:
+                return
+            self._advance(gate, slot)
 
     def _nest(self, holder: Hold, request: Request) -> None:
         self._count_in(holder, request.key)

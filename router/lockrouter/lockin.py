@@ -17,7 +17,7 @@ from msgspec import structs
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from lockrouter.acquire import Ask, Unlocked, await_rights, judge, queue_at, refuse_frozen, require_row_mode, tag_of
+from lockrouter.acquire import Ask, Unlocked, await_rights, judge, queue_at, refuse_frozen, require_row_mode
 from lockrouter.control import started_us
 from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import ConfigError, LockLost, LossReason, ShardError, ShardUnavailable
@@ -27,7 +27,7 @@ from lockrouter.inside import Inside, inside_of, watch
 from lockrouter.owners import record
 from lockrouter.protocol.effects import drive
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Rows
-from lockrouter.routing import encode
+from lockrouter.routing import Routing, encode
 from lockrouter.session import Gone, Incarnation
 from lockrouter.sql.callers import look_around
 from lockrouter.sql.statements import MARIADB, MAX_STATEMENT_WAIT, MYSQL, Dialect
@@ -177,7 +177,7 @@ def _take(ask: Ask, connection: Connection, seen: _Seen) -> Hold:
 
 
 def _count(ask: Ask, outcome: str) -> None:
-    segment = ask.core.segment(ask.address.bucket)
+    segment = ask.core.segments[ask.address.bucket]
     ask.shard.stats.transaction.ended(outcome, ask.deadline.waited(), segment)
 
 
@@ -208,7 +208,7 @@ def _ask(ask: Ask, connection: Connection, seen: _Seen) -> Hold:
 
 
 def _send(ask: Ask, connection: Connection, dialect: Dialect) -> tuple[Rows | Err, DBAPIError | None]:
-    address, tag = ask.address, tag_of(ask.key)
+    address, tag = ask.address, Routing.tag(ask.key)
     if ask.wait:
         bound = max(0.001, min(MAX_STATEMENT_WAIT, ask.deadline.left() - _MARGIN))
         statement = dialect.lock(address.table, address.slot, bound, tag)

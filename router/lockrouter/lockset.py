@@ -238,7 +238,7 @@ def lock_all(core: Core, named: dict[bytes, str | bytes], timeout: float | None,
             record(ask.hold)
         stats = ask.shard.stats
         mode, outcome = (stats.local, "degraded") if ask.local else (stats.row, "acquired")
-        mode.ended(outcome, deadline.waited(), core.segment(ask.address.bucket))
+        mode.ended(outcome, deadline.waited(), core.segments[ask.address.bucket])
     return LockSet(members, confirm=confirm)
 
 
@@ -246,7 +246,7 @@ def _attach(core: Core, member: RowLock, ask: Ask) -> None:
     assert ask.hold is not None
     if encode(member.key) != ask.key:
         core.gates.add_key(ask.hold, encode(member.key))
-    member.attach(ask.hold)
+    member.attach(ask.hold, core.gates.token_of(ask.hold, encode(member.key)))
 
 
 def strictest(rules: Sequence[ResolvedClass]) -> ResolvedClass:

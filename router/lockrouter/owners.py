@@ -7,9 +7,9 @@ thread alone serves many requests one after the other. Things are compared by ob
 from __future__ import annotations
 
 import sys
-import threading
 from asyncio import _get_running_loop, current_task
 from contextvars import ContextVar
+from threading import current_thread
 
 from lockrouter.gate import Hold
 
@@ -28,7 +28,7 @@ def running() -> object:
         # The main greenlet of a thread is that thread; it lives as long.
         if getattr(current, "parent", None) is not None:
             return current
-    return threading.current_thread()
+    return current_thread()
 
 
 def own_holds(me: object) -> tuple[Hold, ...]:

@@ -106,10 +106,19 @@ class Pool:
         session.borrower = borrower
         return session
 
-    def take(self, prefer: Session | None, lane: int = ROWS, borrower: object = None) -> Session | None:
-        """Return an idle session at once, `prefer` if that is one; None: `check_out` has to say."""
+    def take(self, prefer: Session | None, lane: int, borrower: object, at: float) -> Session | None:
+        """Return an idle session at once, `prefer` if that is one; None: `check_out` has to say. `at` is now."""
         with self._lock:
-            return None if self._closed else self._take_idle(prefer, lane, borrower)
+            if self._closed:
+                return None
+            idle = self._idle[lane]
+            if idle and (prefer is None or idle[-1] is prefer) and at - idle[-1].answered_at < _LOOK_AFTER:
+                # No call stands between these: an interrupt finds the session in the list, or by its borrower.
+                session = idle[-1]
+                session.borrower = borrower
+                del idle[-1]
+                return session
+            return self._take_idle(prefer, lane, borrower)
 
     def _take_idle(self, prefer: Session | None, lane: int, borrower: object) -> Session | None:
         """Under `_lock`: a live idle session, looked at when it has been idle for long."""

@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from lockrouter.acquire import Ask, abandon, as_shard_error, require_row_mode, take_row
+from lockrouter.acquire import as_shard_error
 from lockrouter.config import RouterConfig, load
 from lockrouter.core import Core
-from lockrouter.deadline import Deadline, checked_timeout, now
-from lockrouter.errors import LockTimeout, Overloaded, RouterClosed, ShardError
+from lockrouter.deadline import now
+from lockrouter.errors import RouterClosed
 from lockrouter.fencing import Target, fence
 from lockrouter.lockin import LockIn, lock_in
 from lockrouter.lockset import LockSet, lock_all, name_keys
-from lockrouter.owners import record
 from lockrouter.pool import Exhausted, PoolClosed
 from lockrouter.protocol.effects import WAIT, Operation, drive
-from lockrouter.quick import take_row_now
 from lockrouter.rerun import run
 from lockrouter.routing import Address, encode
 from lockrouter.rowlock import RowLock
 from lockrouter.session import Answered, Gone, Silent, driver_error
 from lockrouter.shard import Shard
+from lockrouter.take import take
 from lockrouter.transaction import Keys, Transaction
 
 if TYPE_CHECKING:
@@ -87,9 +86,8 @@ class LockRouter:
             ShardError: one of its kinds; the row says nothing then.
             InvalidKey, WouldDeadlock, Overloaded, Frozen, RouterClosed, ConfigError: as their docstrings say.
         """
-        handle, ask = self._take(key, timeout, owner=owner, reentrant=reentrant, shared=shared, confirm=confirm)
-        if handle is None:
-            raise ask.timed_out(self._core.gates)
+        handle = take(self._core, key, timeout, owner, reentrant, shared, confirm, True)
+        assert handle is not None
         return handle
 
     def try_lock(
@@ -106,7 +104,7 @@ class LockRouter:
         Raises:
             As `lock`, but for LockTimeout.
         """
-        return self._take(key, 0.0, owner=owner, reentrant=reentrant, shared=shared, confirm=confirm)[0]
+        return take(self._core, key, 0.0, owner, reentrant, shared, confirm, False)
 
     def lock_all(self, keys: Iterable[str | bytes], timeout: float | None = None, *, confirm: bool = False) -> LockSet:
         """Take the row locks of all `keys` or of none, whatever their order, and return one handle for them.
@@ -126,48 +124,6 @@ class LockRouter:
         named = name_keys(keys)
         self._core.ready()
         return lock_all(self._core, named, timeout, confirm=confirm)
-
-    def _take(
-        self, key: str | bytes, timeout: float | None, *, owner: Hashable, reentrant: bool, shared: bool, confirm: bool
-    ) -> tuple[RowLock | None, Ask]:
-        core = self._core
-        raw = encode(key)
-        rule = core.config.class_of(raw)
-        deadline = Deadline(checked_timeout(timeout, rule.timeout))
-        require_row_mode(rule)
-        self._core.ready()
-        ask = Ask(core, raw, rule, deadline, wait=deadline.timeout > 0, owner=owner, reentrant=reentrant, shared=shared)
-        handle = RowLock(core, key, raw, ask.address, confirm=confirm)
-        stats, segment = ask.shard.stats, core.segment(ask.address.bucket)
-        try:
-            hold = take_row_now(ask) or drive(take_row(ask))
-            if hold is None:
-                stats.row.ended("busy", deadline.waited(), segment)
-                return None, ask
-            handle.attach(hold)
-        except LockTimeout:
-            stats.row.ended("timeout", deadline.waited(), segment)
-            raise
-        except (Overloaded, ShardError) as error:
-            refused = isinstance(error, Overloaded) or not ask.shard.breaker.closed
-            stats.row.ended("refused" if refused else "error", deadline.waited(), segment)
-            raise
-        except BaseException:
-            abandon(ask)
-            if handle.attached:
-                handle.discard()
-            else:
-                core.give_up(ask)
-            raise
-        if rule.max_hold is not None:
-            hold.max_hold, hold.kill = rule.max_hold, rule.kill
-        if hold.thing is ask.thing and hold not in ask.owns:
-            record(hold)
-        if hold.degraded:
-            stats.local.ended("degraded", deadline.waited(), segment)
-        else:
-            stats.row.ended("acquired", deadline.waited(), segment)
-        return handle, ask
 
     def transaction(self, keys: Keys, timeout: float | None = None) -> Transaction:
         """A context manager: a SQLAlchemy `Connection` in the very transaction that holds the row locks of `keys`.

@@ -8,6 +8,7 @@ sent elsewhere for an outage would have two holders.
 
 from __future__ import annotations
 
+from binascii import hexlify
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ LAYOUT = 1
 """Version of how a key becomes a slot, and of the tables."""
 MAX_KEY_BYTES = 255
 _PROBE = b"lockrouter seed probe"
+_new = tuple.__new__
 
 
 class Address(NamedTuple):
@@ -45,7 +47,13 @@ def encode(key: str | bytes) -> bytes:
     """
     if isinstance(key, str):
         # mmh3 itself crashes the process on a lone surrogate: it is only ever given bytes.
-        raw = _utf8(key)
+        try:
+            raw = key.encode()
+        except UnicodeEncodeError:
+            raw = None
+        # Raised out here: the codec's error would carry the key along as __context__.
+        if raw is None:
+            raise InvalidKey("a key must be encodable as UTF-8: it has a lone surrogate")
     elif isinstance(key, bytes):
         raw = bytes(key)
     else:
@@ -60,7 +68,7 @@ def key_hash(key: bytes) -> str:
 
     Names the key to whoever knows it; short keys can be guessed from it, so it hides nothing from an attacker.
     """
-    return mmh3_x64_128_digest(key).hex()[:16]
+    return Routing.tag(key).decode()
 
 
 def fingerprint(topology: Topology) -> bytes:
@@ -96,22 +104,18 @@ class Routing:
         """The address of an encoded key; no I/O, the same time whatever the number of shards."""
         low, high = mmh3_x64_128_utupledigest(key, self._seed)
         bucket = high % self._buckets
-        return Address(bucket, self._shard_of[bucket], bucket % self._tables, bucket * self._rows + low % self._rows)
+        # A named tuple's own constructor is a function more for the same object.
+        return _new(
+            Address, (bucket, self._shard_of[bucket], bucket % self._tables, bucket * self._rows + low % self._rows)
+        )
+
+    @staticmethod
+    def tag(key: bytes) -> bytes:
+        """`key_hash` as 16 bytes: what a locking statement says of its key to whoever looks at the server."""
+        return hexlify(mmh3_x64_128_digest(key)[:8])
 
     def shard_of_bucket(self, bucket: int) -> str:
         """The id of the shard that owns a bucket. Raises: IndexError outside of 0 to buckets - 1."""
         if bucket < 0:
             raise IndexError(bucket)
         return self._shard_of[bucket]
-
-
-def _utf8(key: str) -> bytes:
-    raw: bytes | None = None
-    try:
-        raw = key.encode("utf-8")
-    except UnicodeEncodeError:
-        pass
-    # Raised out here: the codec's error would carry the key along as __context__.
-    if raw is None:
-        raise InvalidKey("a key must be encodable as UTF-8: it has a lone surrogate")
-    return raw

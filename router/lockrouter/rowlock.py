@@ -29,24 +29,33 @@ class RowLock:
     `ResourceWarning`.
     """
 
-    __slots__ = ("_confirm", "_core", "_generation", "_hold", "_key", "_token", "address", "attached", "key")
+    __slots__ = ("_confirm", "_core", "_hold", "_key", "_token", "address", "attached", "generation", "key")
 
-    def __init__(self, core: Core, key: str | bytes, raw: bytes, address: Address, *, confirm: bool) -> None:
+    def __init__(
+        self,
+        core: Core,
+        key: str | bytes,
+        raw: bytes,
+        address: Address,
+        confirm: bool,
+        hold: Hold | None = None,
+        token: int = 0,
+    ) -> None:
         self._core = core
-        self._generation = core.generation
-        self._hold: Hold | None = None
+        self.generation = core.generation
+        self._hold = hold
         self._key = raw
         # True while there is a hold to release.
-        self.attached = False
+        self.attached = hold is not None
         self._confirm = confirm
-        self._token = 0
+        self._token = token
         self.key = key
         self.address = address
 
-    def attach(self, hold: Hold) -> None:
+    def attach(self, hold: Hold, token: int) -> None:
         """Let the handle have what was taken for it."""
         self._hold = hold
-        self._token = self._core.gates.token_of(hold, self._key)
+        self._token = token
         self.attached = True
 
     def discard(self) -> None:
@@ -82,7 +91,7 @@ class RowLock:
         return self._loss() is not None
 
     def _loss(self) -> LossReason | None:
-        if self._generation is not self._core.generation:
+        if self.generation is not self._core.generation:
             return LossReason.FORKED
         return self._core.loss_of(self._held)
 
@@ -125,11 +134,13 @@ class RowLock:
             NotHeld: this handle was released before.
             LockLost: the lock is known to be lost, or could not be confirmed.
         """
-        if self._generation is not self._core.generation:
+        if self.generation is not self._core.generation:
             return
         core, hold = self._core, self._held
         if not self.attached:
             raise NotHeld("the lock was released before")
+        if not confirm and core.let_go(hold, self):
+            return
         try:
             reason = self._release(core, hold, confirm)
         except NotHeld:
@@ -145,9 +156,6 @@ class RowLock:
 
     def _release(self, core: Core, hold: Hold, confirm: bool) -> LossReason | None:
         reason = core.loss_of(hold)
-        if not confirm and reason is None and core.let_go(hold, self):
-            forget(hold)
-            return None
         last = core.gates.uncount(hold, self._key, self)
         try:
             if confirm and reason is None and hold.session is not None:
@@ -180,7 +188,8 @@ class RowLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self.attached:
+        hold = self._hold
+        if not self.attached or hold is None or (not self._confirm and self._core.let_go(hold, self)):
             return
         try:
             self.release(confirm=self._confirm)
@@ -195,10 +204,10 @@ class RowLock:
 
     def __del__(self) -> None:
         # No I/O here: a finaliser may run anywhere. The next acquisition or the background thread releases the row.
-        if not getattr(self, "attached", False) or self._generation is not self._core.generation:
+        if not getattr(self, "attached", False) or self.generation is not self._core.generation:
             return
-        shown = repr(self)
+        shown, hold = repr(self), self._hold
         self.attached = False
-        if self._hold is not None:
-            self._core.orphans.append((self._hold, self._key))
+        if hold is not None and hold.count:
+            self._core.orphans.append((hold, self._key))
             warnings.warn(f"{shown} was dropped without release", ResourceWarning, stacklevel=2, source=self)

@@ -124,7 +124,6 @@ class Session:
     """
 
     __slots__ = (
-        "_grants",
         "_on_settled",
         "_reader",
         "_steady",
@@ -134,6 +133,7 @@ class Session:
         "dialect",
         "end",
         "fresh",
+        "grants",
         "hold",
         "incarnation",
         "interrupted",
@@ -155,7 +155,7 @@ class Session:
     def __init__(self, steady: Any, connection: Connection[Any], grants: Grants | None = None) -> None:
         self._steady = steady
         self._reader = ReplyReader()
-        self._grants = grants or Grants()
+        self.grants = grants or Grants()
         self._on_settled: Callable[[Session], None] | None = None
         self.wire = Wire(connection._sock)  # type: ignore[attr-defined]
         self.dialect: Dialect = dialect_of(connection.server_version)  # type: ignore[attr-defined]
@@ -225,10 +225,10 @@ class Session:
         self.safe_from = sent_at
         return reply
 
-    def talk_now(self, packet: bytes, until: float, at: float, table: int) -> tuple[bytes, ...] | None:
-        """The quick form of `exchange` for a locking statement, blocking: the fields of a reply that is a plain grant.
+    def talk_now(self, packet: bytes, until: float, at: float) -> bytes:
+        """The quick form of `exchange`, blocking: what came first, of replies that were left unread, too.
 
-        None: the reply is something else, or not complete; it is kept, and an `exchange` of nothing goes on with it.
+        It is for `accept`, when it is all of them, or else for `keep`; nothing, where a part had come before.
         Afterwards the state is BUSY, or, after an error, DEAD.
 
         Raises:
@@ -237,14 +237,13 @@ class Session:
         self.state = _BUSY
         self.sent_at = at
         try:
-            unread = self.unread
-            data = self.wire.talk(packet, until, _OK_SIZE + 1 if unread == 1 else 1)
+            data = self.wire.talk(packet, until, _OK_SIZE + 1 if self.unread == 1 else 1, at)
             if not data:
                 raise Gone("the server closed the connection")
-            fields = self._grants.fields(data, table, unread) if self._reader.empty else None
-            if fields is None:
+            if self._reader.data:
                 self._reader.feed(data)
-                return None
+                return b""
+            return data
         except TimeoutError as error:
             self.die()
             raise Silent(str(error)) from None
@@ -254,12 +253,20 @@ class Session:
         except BaseException:
             self.die()
             raise
-        if unread:
+
+    def accept(self, sent_at: float, answered_at: float) -> None:
+        """Take what `talk_now` returned for the whole reply to a command sent at `sent_at`, behind all unread ones."""
+        if self.unread:
             self.unread = 0
-            self._settled()
-        self.safe_from = at
-        self.answered_at = now()
-        return fields
+            settled, self._on_settled = self._on_settled, None
+            if settled is not None:
+                settled(self)
+        self.safe_from = sent_at
+        self.answered_at = answered_at
+
+    def keep(self, data: bytes) -> None:
+        """Leave what `talk_now` returned to an `exchange` of nothing."""
+        self._reader.feed(data)
 
     @property
     def proven(self) -> bool:
@@ -296,10 +303,10 @@ class Session:
         if settled is not None:
             settled(self)
 
-    def send_rollback(self, on_settled: Callable[[Session], None] | None = None) -> bool:
+    def send_rollback(self, on_settled: Callable[[Session], None] | None = None, at: float | None = None) -> bool:
         """Put a ROLLBACK on its way, its reply to be read later; False: the session is dead.
 
-        `on_settled` is called when the server is known to have executed it, or the session to be closed.
+        `on_settled` is called when the server is known to have executed it, or the session to be closed. `at` is now.
         """
         self.hold = None
         self._on_settled = on_settled
@@ -313,7 +320,7 @@ class Session:
             raise
         self.unread += 1
         self.state = _ROLLBACK_SENT
-        self.safe_from = now()
+        self.safe_from = now() if at is None else at
         return True
 
     def rollback(self, until: float) -> Operation[None]:

@@ -59,7 +59,7 @@ class Shard:
         self.endpoint = self.endpoints[0]
         self._tls: ssl.SSLContext | None = like._tls if like is not None else _tls_context(self.endpoint)
         self._on_demoted = on_demoted
-        self._grants = Grants()
+        self.grants = Grants()
         self._lock = threading.Lock()
         self._changed: list[Waiter] = []
         self.rights: Rights | None = None
@@ -137,7 +137,7 @@ class Shard:
             self._tls,
             control=control,
             ghost_timeout=self.config.router.ghost_timeout,
-            grants=None if control else self._grants,
+            grants=None if control else self.grants,
         )
 
     def _open_for_rows(self, until: float) -> Operation[Session]:

@@ -14,7 +14,7 @@ from pymysql.connections import Connection
 from lockrouter.deadline import now
 from lockrouter.pool import Exhausted, Pool, PoolClosed
 from lockrouter.protocol.effects import WAIT, Effect, Operation, Waiter, drive
-from lockrouter.session import Gone, Session, State
+from lockrouter.session import ROWS, Gone, Session, State
 
 LONG = 1e6
 
@@ -101,6 +101,10 @@ def out(pool: Pool, **options: Any) -> Session:
     return claim.session
 
 
+def take(pool: Pool, prefer: Session | None = None) -> Session | None:
+    return pool.take(prefer, ROWS, None, now())
+
+
 def counts(pool: Pool) -> tuple[int, int, int]:
     found = pool.counts()
     return found["idle"], found["busy"], found["waiting"]
@@ -129,7 +133,7 @@ def test_the_preferred_session_is_given_if_it_is_idle(pool: Pool) -> None:
     assert out(pool, prefer=one) is one
     assert out(pool, prefer=one) is two
     pool.give_back(one)
-    assert pool.take(one) is one and pool.take(None) is None
+    assert take(pool, one) is one and take(pool) is None
 
 
 def test_a_fresh_session_is_never_an_idle_one(pool: Pool) -> None:
@@ -190,7 +194,7 @@ def test_a_newcomer_does_not_overtake_who_waits(pool: Pool) -> None:
     pool.give_back(one)
     with pytest.raises(Exhausted):
         Claim(pool, wait=False)
-    assert pool.take(None) is None
+    assert take(pool) is None
     assert claim.served() is one
 
 
@@ -356,7 +360,7 @@ def test_a_closed_pool_closes_what_is_idle_and_wakes_who_waits(pool: Pool) -> No
             claim.go(True)
     with pytest.raises(PoolClosed):
         Claim(pool)
-    assert pool.take(None) is None
+    assert take(pool) is None
     pool.give_back(one)
     two.state = State.HOLDING
     pool.give_back(two)

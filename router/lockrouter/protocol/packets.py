@@ -6,7 +6,6 @@ packet, trailing bytes, a request for a local file. Text protocol without CLIENT
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 __all__ = [
@@ -205,6 +204,11 @@ def _decode_rows(data: bytes, at: int, columns: int) -> tuple[Reply, int]:
         rows.append(_decode_row(payload, columns))
 
 
+_CLOCK_SIZE, _POINT = 17, ord(".")
+_SEVENTH = b"\x00\x00\x07"
+_WRITABLE_END = b"\x010\x05\x00\x00\x08\xfe"
+
+
 class Grants:
     """Replies to locking statements on one shard, found by what they begin with.
 
@@ -217,29 +221,38 @@ class Grants:
     def __init__(self) -> None:
         self._beginnings: dict[int, bytes] = {}
 
-    def fields(self, data: bytes, table: int, unread: int) -> tuple[bytes, ...] | None:
-        """Slot, epoch, seconds, their six decimals and read_only of a reply that is one such row in a transaction.
+    def clock(self, data: bytes, table: int, slot: int, unread: int) -> int:
+        """The server's clock in microseconds, of a reply that is that slot's row, open, in a writable transaction.
 
-        `unread` (0 or 1) plain OKs of a ROLLBACK come before it. None: it is anything else, or not complete.
+        `unread` (0 or 1) plain OKs of a ROLLBACK come before it. 0: it is anything else, or not complete.
         """
         beginning = self._beginnings.get(table << 1 | unread)
         if beginning is None or not data.startswith(beginning):
             self._learn(data, table, unread)
-            return None
-        row = _GRANT(data, len(beginning))
-        if row is None:
-            return None
-        size, status = row.group(1, 7)
-        fields = row.group(2, 3, 4, 5, 6)
-        at, slot = len(beginning), len(fields[0])
+            return 0
+        # Four short values, each behind its length, and the packet that ends the rows; packets 7 and 8 of the reply.
+        row = data[len(beginning) :]
+        asked = str(slot).encode()
+        epoch_at, end = 5 + len(asked), len(row) - 9
+        clock_at = end - 20
+        if clock_at < epoch_at + 2 or row[5:epoch_at] != asked:
+            return 0
+        epoch, clock = row[epoch_at + 1 : clock_at], row[clock_at + 1 : clock_at + 11] + row[clock_at + 12 : end - 2]
         if (
-            size[0] != len(data) - at - 13
-            or data[at + 4] != slot
-            or data[at + 5 + slot] != len(fields[1])
-            or status[0] & (IN_TRANSACTION | _MORE_RESULTS) != IN_TRANSACTION
+            row[0] != end - 4
+            or row[1:4] != _SEVENTH
+            or row[4] != len(asked)
+            or row[epoch_at] != len(epoch)
+            or not epoch.isdigit()
+            or not int(epoch)
+            or row[clock_at] != _CLOCK_SIZE
+            or row[clock_at + 11] != _POINT
+            or not clock.isdigit()
+            or row[end - 2 : end + 5] != _WRITABLE_END
+            or row[end + 7] & (IN_TRANSACTION | _MORE_RESULTS) != IN_TRANSACTION
         ):
-            return None
-        return fields
+            return 0
+        return int(clock)
 
     def _learn(self, data: bytes, table: int, unread: int) -> None:
         """Remember how a table's replies begin, by one that is complete; the next one is found by it."""
@@ -255,25 +268,17 @@ class Grants:
         self._beginnings[table << 1 | unread] = data[: len(data) - 9 - 4 - row]
 
 
-# One row of four short values, each behind its length, and the packet that ends it; packets 7 and 8 of the reply.
-_GRANT = re.compile(
-    rb"([\x10-\x40])\x00\x00\x07[\x01-\x0a](\d{1,10})[\x01-\x0a](\d{1,10})\x11(\d{10})\.(\d{6})\x01([01])"
-    rb"\x05\x00\x00\x08\xfe..(.).",
-    re.DOTALL,
-).fullmatch
-
-
 class ReplyReader:
     """Collects bytes of one connection and gives out the replies in them, in order."""
 
-    __slots__ = ("_data",)
+    __slots__ = ("data",)
 
     def __init__(self) -> None:
-        self._data = b""
+        self.data = b""
 
     def feed(self, data: bytes) -> None:
         """Add what was received."""
-        self._data = self._data + data if self._data else data
+        self.data = self.data + data if self.data else data
 
     def next(self) -> Reply | None:
         """Return and forget the next complete reply, or None.
@@ -281,24 +286,24 @@ class ReplyReader:
         Raises:
             ProtocolViolation: as `decode`.
         """
-        if not self._data:
+        if not self.data:
             return None
-        found = decode(self._data)
+        found = decode(self.data)
         if found is None:
             return None
         reply, end = found
-        self._data = self._data[end:] if end < len(self._data) else b""
+        self.data = self.data[end:] if end < len(self.data) else b""
         return reply
 
     def next_ok(self) -> Ok | None:
         """As `next` where the next reply is the plain OK of a ROLLBACK or a PING; None: ask `next`."""
-        data = self._data
+        data = self.data
         if data[:7] != _PLAIN_OK or len(data) < 11 or data[7] & _MORE_RESULTS:
             return None
-        self._data = data[11:]
+        self.data = data[11:]
         return _IDLE_OK if data[7:9] == b"\x00\x00" else Ok(0, data[7] | data[8] << 8)
 
     @property
     def empty(self) -> bool:
         """True when every byte received so far belonged to a reply that was given out."""
-        return not self._data
+        return not self.data

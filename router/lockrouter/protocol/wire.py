@@ -80,8 +80,8 @@ class Wire:
         except (BlockingIOError, TimeoutError):
             raise TimeoutError("no reply") from None
 
-    def talk(self, data: bytes, until: float, least: int) -> bytes:
-        """Send `data`, then receive: as `send` and `receive`, in one step for what every lock does."""
+    def talk(self, data: bytes, until: float, least: int, at: float) -> bytes:
+        """Send `data`, then receive: as `send` and `receive`, in one step for what every lock does. `at` is now."""
         if not self._kernel:
             self.send(data)
             return self.receive(until, least)
@@ -89,7 +89,7 @@ class Wire:
             raise OSError("the peer takes no more bytes")
         if least != self._least:
             self.expect(least)
-        left = until - now()
+        left = until - at
         if not 0.0 <= self._bound - left <= _STEP:
             self._set_bound(left)
         try:

@@ -51,12 +51,12 @@ class Dialect:
     identity: str
     uptime: str
     roles: str
-    _heads: dict[tuple[int, int, bool], bytes] = field(default_factory=dict, compare=False, repr=False)
+    _heads: dict[int, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     def lock(self, table: int, slot: int, seconds: float, tag: bytes, shared: bool = False) -> bytes:
         """The packet that waits for a row at most `seconds` (1 ms to 30 s) on the server; `tag` is 16 bytes long."""
-        bound = _bound_ms(seconds)
-        place = (bound, table, shared)
+        bound = int(seconds * 1000) if 0.001 <= seconds <= MAX_STATEMENT_WAIT else _bound_ms(seconds)
+        place = (bound << 8 | table) << 1 | shared
         head = self._heads.get(place)
         if head is None:
             head = self._head((self.share_form if shared else self.lock_form) % (bound, table), place, shared)
@@ -72,7 +72,7 @@ class Dialect:
         form, tail = (self.try_share_form, self.try_share_tail) if shared else (self.try_form, self.try_tail)
         return query(b"%b%10d%b /* %b */" % (form % table, slot, tail, tag))
 
-    def _head(self, sql: bytes, place: tuple[int, int, bool], shared: bool) -> bytes:
+    def _head(self, sql: bytes, place: int, shared: bool) -> bytes:
         """Everything before the slot, the packet's header included: slots and tags are of one length."""
         if len(self._heads) > _MAX_HEADS:
             self._heads.clear()

@@ -1,0 +1,194 @@
+"""Taking one row for a handle: at once where the usual case is met, step by step where it is not.
+
+The usual case is a free gate, an idle session, one statement, and the reply it should have: `acquire.take_row` without
+its waits. Between two locks the server and other threads use the same caches, so what a lock costs is less the work it
+does than the code and data it touches: few functions, few objects. The gate, the pool and the packets are the same; of
+the judgement it knows only what a plain grant is. Where anything else comes, it makes a request of what it has done so
+far, and `take_row` goes on from there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lockrouter.acquire import (
+    REFRESH_AFTER,
+    SERVER_MARGIN,
+    TRY_FOR,
+    Ask,
+    Sent,
+    abandon,
+    require_row_mode,
+    take_row,
+)
+from lockrouter.deadline import GRACE, Deadline, checked_timeout, now
+from lockrouter.errors import LockTimeout, Overloaded, ShardError
+from lockrouter.gate import Hold
+from lockrouter.owners import record, running
+from lockrouter.protocol.effects import drive
+from lockrouter.routing import encode
+from lockrouter.rowlock import RowLock
+from lockrouter.session import ROWS, Gone, Silent
+from lockrouter.sql.statements import MAX_STATEMENT_WAIT
+from lockrouter.tokens import END_US, EPOCH_US, base_token
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from lockrouter.config import ResolvedClass
+    from lockrouter.core import Core
+    from lockrouter.session import Session
+
+__all__ = ["take"]
+
+
+def take(
+    core: Core,
+    key: str | bytes,
+    timeout: float | None,
+    owner: Hashable,
+    reentrant: bool,
+    shared: bool,
+    confirm: bool,
+    required: bool,
+) -> RowLock | None:
+    """Return the handle of a row lock; None, unless it is `required`: the row is busy.
+
+    Raises:
+        What `LockRouter.lock` raises.
+    """
+    raw = encode(key)
+    rule = core.class_of(raw)
+    seconds = rule.timeout if timeout is None else checked_timeout(timeout, rule.timeout)
+    if rule.mode != "row":
+        require_row_mode(rule)
+    if core.closed or not core.started or core.orphans:
+        core.ready()
+    if owner is None and reentrant and not shared:
+        return _take_now(core, key, raw, rule, seconds, confirm, required)
+    ask = Ask(core, raw, rule, Deadline(seconds), wait=seconds > 0, owner=owner, reentrant=reentrant, shared=shared)
+    return _take_slowly(key, ask, confirm, required)
+
+
+def _take_slowly(key: str | bytes, ask: Ask, confirm: bool, required: bool) -> RowLock | None:
+    core, rule, deadline = ask.core, ask.rule, ask.deadline
+    stats, segment = ask.shard.stats, core.segments[ask.address.bucket]
+    handle: RowLock | None = None
+    try:
+        handle = RowLock(core, key, ask.key, ask.address, confirm)
+        hold = drive(take_row(ask))
+        if hold is not None:
+            handle.attach(hold, core.gates.token_of(hold, ask.key))
+    except LockTimeout:
+        stats.row.ended("timeout", deadline.waited(), segment)
+        raise
+    except (Overloaded, ShardError) as error:
+        refused = isinstance(error, Overloaded) or not ask.shard.breaker.closed
+        stats.row.ended("refused" if refused else "error", deadline.waited(), segment)
+        raise
+    except BaseException:
+        abandon(ask)
+        if handle is not None and handle.attached:
+            handle.discard()
+        else:
+            core.give_up(ask)
+        raise
+    if hold is None:
+        stats.row.ended("busy", deadline.waited(), segment)
+        if required:
+            raise ask.timed_out(core.gates)
+        return None
+    if rule.max_hold is not None:
+        hold.max_hold, hold.kill = rule.max_hold, rule.kill
+    if hold.thing is ask.thing and hold not in ask.owns:
+        record(hold)
+    if hold.degraded:
+        stats.local.ended("degraded", deadline.waited(), segment)
+    else:
+        stats.row.ended("acquired", deadline.waited(), segment)
+    return handle
+
+
+def _take_now(
+    core: Core, key: str | bytes, raw: bytes, rule: ResolvedClass, seconds: float, confirm: bool, required: bool
+) -> RowLock | None:
+    """`_take_slowly` for a caller who is nobody's owner yet, as far as it goes without a wait but for the server's."""
+    at = now()
+    address = core.routing.route(raw)
+    bucket, shard_id, table, slot = address
+    shard = core.shards[shard_id]
+    rights = shard.rights
+    session: Session | None = None
+    ask: Ask | None = None
+    hold: Hold | None = None
+    early: Gone | Silent | Sent | None = None
+    led = False
+    try:
+        if (
+            rights is not None
+            and not rule.frozen
+            and not shard.frozen
+            and shard.refusal is None
+            and shard.breaker.closed
+            and seconds <= MAX_STATEMENT_WAIT
+        ):
+            # The address is this call's alone: until there is a hold it stands for the caller at gate and pool.
+            led = core.gates.lead(slot, address)
+            if led:
+                releasing = core.affinity.get(slot)
+                session = shard.pool.take(releasing, ROWS, address, at)
+        if session is not None:
+            tag = core.routing.tag(raw)
+            if seconds:
+                until = at + seconds + GRACE
+                packet = session.dialect.lock(table, slot, seconds - SERVER_MARGIN, tag)
+            else:
+                until = at + TRY_FOR + core.config.pool.connect_timeout
+                packet = session.dialect.try_lock(table, slot, tag)
+            try:
+                data = session.talk_now(packet, until, at)
+                clock = session.grants.clock(data, table, slot, session.unread)
+                if (
+                    clock
+                    and rights is not None
+                    and EPOCH_US <= clock < END_US
+                    and rights.lowest(at) <= clock < rights.clock_high
+                    and session.incarnation == rights.incarnation
+                    and shard.rights is rights
+                    and (answered_at := now()) - at < REFRESH_AFTER
+                ):
+                    session.accept(at, answered_at)
+                    base = base_token(rights.term, clock)
+                    hold = Hold(slot, raw, running(), None, shard, session, base, at=answered_at)
+                    session.occupy(hold)
+                else:
+                    session.keep(data)
+                    early = Sent(session, at, releasing)
+            except (Gone, Silent) as error:
+                early, hold = error, None
+            if hold is not None:
+                if rule.max_hold is not None:
+                    hold.max_hold, hold.kill = rule.max_hold, rule.kill
+                if shard.breaker.in_a_row:
+                    shard.breaker.answered()
+                core.gates.settle(slot, hold)
+                record(hold)
+                shard.stats.row.ended("acquired", answered_at - at, core.segments[bucket])
+                return RowLock(core, key, raw, address, confirm, hold, base)
+        ask = Ask(core, raw, rule, Deadline(seconds, started=at), wait=seconds > 0, address=address)
+        if led:
+            core.gates.succeed(address, ask)
+            ask.session, ask.early = session, early
+            if session is not None:
+                session.borrower = ask
+        return _take_slowly(key, ask, confirm, required)
+    except BaseException:
+        if hold is not None:
+            hold.count = 0
+        for mine in shard.pool.borrowed(address):
+            mine.die()
+            shard.pool.give_back(mine)
+        if ask is not None:
+            abandon(ask)
+        core.gates.withdraw(slot, address, hold)
+        raise
