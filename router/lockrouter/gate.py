@@ -6,7 +6,8 @@ with a queue has a holder or a lead.
 
 1. `enter`: the holder's owner comes in again; an empty gate makes its caller the lead; others queue, unless that would
    close a cycle of waiting.
-2. The lead asks the server. `granted` makes its hold the holder; `leave_queue` passes the lead on.
+2. The lead asks the server. `granted` makes its hold the holder; `leave_queue` passes the lead on. `lead`, `settle`,
+   `succeed`, `withdraw` and `release` are the same blocks for the usual lock, which finds and leaves nobody here.
 3. `leave_queue`, at a deadline or an interruption, decides by the gate's state, never by the waiter's own memory.
 4. `leave` hands the row over to the head of the queue where that is allowed, else names the head as the next lead.
    Readers (shared requests) at the head become leads together; none passes a writer that waits.

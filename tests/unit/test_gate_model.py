@@ -205,7 +205,12 @@ class Caller:
         may_receive = world.draw.random() < 0.9
         request = Request(slot, key, self, self.named, owns, may_receive=may_receive)
         try:
-            place = gates.enter(request, wait=world.draw.random() < 0.85)
+            if self.named is None and world.draw.random() < 0.4:
+                place = yield from self.lead_at_once(request)
+            else:
+                place = Place.GONE
+            if place is Place.GONE:
+                place = gates.enter(request, wait=world.draw.random() < 0.85)
         except WouldDeadlock:
             world.refused += 1
             if not world.closes_a_ring(self, slot):
@@ -225,6 +230,42 @@ class Caller:
             raise
         if place in (Place.HOLDER, Place.NESTED):
             self.enter_row(request)
+
+    def lead_at_once(self, request: Request) -> Generator[Stop, None, Place]:
+        """The usual case: GONE, somebody is at the gate; HOLDER; or LEAD, the request goes on step by step."""
+        world, gates, slot, caller = self.world, self.world.gates, request.slot, object()
+        if not gates.lead(slot, caller):
+            return Place.GONE
+        session, hold = FakeSession(), None
+        world.sessions.append(session)
+        try:
+            yield None
+            if world.draw.random() < 0.3:
+                world.give_back(session)
+                gates.succeed(caller, request)
+                return Place.LEAD
+            yield AtServer(slot)
+            if session.dead:
+                raise Deadline
+            world.rows[slot] = session
+            yield None
+            hold = Hold(slot, request.key, self, None, None, cast(Session, session), base=1 << 10)
+            session.hold = hold
+            gates.settle(slot, hold)
+            yield None
+        except (Cancelled, Deadline) as error:
+            world.free_rows_of(session)
+            world.give_back(session)
+            session.hold = None
+            if isinstance(error, Cancelled):
+                if hold is not None:
+                    hold.count = 0
+                gates.withdraw(slot, caller, hold)
+                raise
+            gates.succeed(caller, request)
+            return Place.LEAD
+        request.hold, request.place = hold, Place.HOLDER
+        return Place.HOLDER
 
     def queue(self, request: Request) -> Generator[Stop, None, Place]:
         world, gates = self.world, self.world.gates
