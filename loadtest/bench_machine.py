@@ -12,7 +12,7 @@ from pathlib import Path
 
 __all__ = ["machine", "program_version"]
 
-_PACKAGES = ("lockrouter", "PyMySQL", "DBUtils", "redis", "python-redis-lock", "filelock")
+_PACKAGES = ("lockrouter", "PyMySQL", "DBUtils", "redis", "python-redis-lock", "kazoo", "etcd3gw", "filelock", "gevent")
 
 
 def machine() -> dict[str, str]:

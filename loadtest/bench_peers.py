@@ -1,164 +1,150 @@
-"""Contenders that are not MySQL: locks in a local Redis, and files. What is not installed is left out, and said."""
+"""Contenders that are not MySQL: Redis, ZooKeeper, etcd, files. What cannot be had here is left out, and said."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
 import itertools
-import signal
-import socket
-import subprocess
-import time
-from collections.abc import Callable
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_mysql import THREADS
-from bench_timing import Contender, Cycle, timed
+from bench_mysql import MOST_CALLERS
+from bench_servers import Running, etcd_server, redis_server, zookeeper_server
 
-from lockrouter.testing.binaries import ProgramError, debian_tool
+from lockrouter.cli.timing import Cycle, Way, way
+from lockrouter.cli.ways import distinct_keys, file_cycle, redis_cycle
+from lockrouter.testing.binaries import ProgramError
 
-__all__ = ["peer_contenders", "redis_command", "redis_server"]
+__all__ = ["Peers", "peers", "redis_client"]
 
-_KEYS = 2500
-_READY_WITHIN = 10.0
-_PR_SET_PDEATHSIG = 1
-
-
-def peer_contenders(stack: ExitStack, folder: Path) -> tuple[list[Contender], list[str]]:
-    """The peers that can be run here, and a line for each that cannot; what they start ends with `stack`."""
-    makers: list[Callable[[int], list[Cycle]]] = []
-    names: list[str] = []
-    missing: list[str] = []
-    try:
-        port = redis_server(stack, folder)
-    except ProgramError as error:
-        missing.append(f"left out: Redis: {error}")
-    else:
-        for module, name, maker in (
-            ("redis", "redis-py Lock", _redis_cycles),
-            ("redis_lock", "python-redis-lock", _redis_lock_cycles),
-        ):
-            if importlib.util.find_spec("redis") and importlib.util.find_spec(module):
-                names.append(name)
-                makers.append(partial(maker, port, stack))
-            else:
-                missing.append(f"left out: {name}: not installed")
-    if importlib.util.find_spec("filelock"):
-        names.append("filelock")
-        makers.append(partial(_file_cycles, folder))
-    else:
-        missing.append("left out: filelock: not installed")
-    contenders = [
-        Contender(name, threads, partial(timed, maker(threads)))
-        for threads in THREADS
-        for name, maker in zip(names, makers, strict=True)
-    ]
-    return contenders, missing
+_TTL = 10
+Keys = Sequence[Sequence[str]]
+Maker = Callable[[int, Keys, ExitStack], list[Cycle]]
 
 
-def redis_command() -> tuple[str, ...]:
-    """The command line of redis-server.
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What can be run here."""
 
-    One binary is all of Redis's programs and looks at the name it is called by, so the link's name matters.
+    ways: list[Way]
+    servers: dict[str, Running]
+    left_out: list[str]
+    """A line for each that cannot."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    name: str
+    module: str
+    made: Maker
+    start: Callable[[ExitStack, Path], Running] | None
+    """None: it needs no server, and the port is 0."""
+    server: str = ""
+
+
+def peers(stack: ExitStack, folder: Path, *, others: bool, only: str | None = None) -> Peers:
+    """redis-py alone, or all others, as far as they can be run here; what is started ends with `stack`.
+
+    Args:
+        only: those whose name contains it.
     """
-    *loader, program = debian_tool("redis-server")
-    named = Path(program).with_name("redis-server")
-    return (*loader, str(named) if named.exists() else program)
+    found = Peers([], {}, [])
+    keys = distinct_keys(MOST_CALLERS, "account-", seed=2)
+    logging.getLogger("kazoo").setLevel(logging.ERROR)
+    for peer in _OTHERS if others else (_REDIS_PY,):
+        if only is not None and only not in peer.name:
+            continue
+        if importlib.util.find_spec(peer.module) is None:
+            found.left_out.append(f"left out: {peer.name}: {peer.module} is not installed")
+            continue
+        port = 0
+        if peer.start is not None:
+            try:
+                running = found.servers[peer.server] = peer.start(stack, folder)
+            except ProgramError as error:
+                found.left_out.append(f"left out: {peer.name}: {error}")
+                continue
+            port = running.port
+        found.ways.append(way(peer.name, peer.made(port, keys, stack)))
+    return found
 
 
-def redis_server(stack: ExitStack, folder: Path) -> int:
-    """The port of a fresh Redis on loopback that keeps nothing; it ends with `stack`, or with this process.
-
-    Raises:
-        ProgramError: there is none, or it does not answer.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    options = {"port": port, "bind": "127.0.0.1", "save": "", "appendonly": "no", "dir": folder, "loglevel": "warning"}
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    process = subprocess.Popen(
-        [*redis_command(), *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=_end_with_parent,
-    )
-    stack.callback(process.wait)
-    stack.callback(process.terminate)
-    until = time.monotonic() + _READY_WITHIN
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            with socket.create_connection(("127.0.0.1", port), 1.0) as probe:
-                probe.sendall(b"PING\r\n")
-                if probe.recv(16).startswith(b"+PONG"):
-                    return port
-        except OSError:
-            time.sleep(0.02)
-    raise ProgramError("redis-server does not answer")
-
-
-def _end_with_parent() -> None:
-    """In the child, before its program: Linux ends it when the benchmark dies without a chance to."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _redis_client(port: int, stack: ExitStack) -> Any:
+def redis_client(port: int, stack: ExitStack) -> Any:
+    """A client of that local Redis, with a pool of connections."""
     redis: Any = importlib.import_module("redis")
     client = redis.Redis(host="127.0.0.1", port=port)
     stack.callback(client.close)
     return client
 
 
-def _names(thread: int) -> itertools.cycle[str]:
-    return itertools.cycle([f"account:{thread}:{number}" for number in range(_KEYS)])
+def _redis(port: int, keys: Keys, stack: ExitStack) -> list[Cycle]:
+    client = redis_client(port, stack)
+    return [redis_cycle(client, part) for part in keys]
 
 
-def _redis_cycles(port: int, stack: ExitStack, threads: int) -> list[Cycle]:
-    client = _redis_client(port, stack)
-
-    def made(thread: int) -> Cycle:
-        following = _names(thread)
-
-        def cycle() -> None:
-            with client.lock(next(following), timeout=10.0):
-                pass
-
-        return cycle
-
-    return [made(thread) for thread in range(threads)]
+def _redis_lock(port: int, keys: Keys, stack: ExitStack) -> list[Cycle]:
+    module: Any = importlib.import_module("redis_lock")
+    client = redis_client(port, stack)
+    return [_held(lambda key: module.Lock(client, key, expire=_TTL), part) for part in keys]
 
 
-def _redis_lock_cycles(port: int, stack: ExitStack, threads: int) -> list[Cycle]:
-    redis_lock: Any = importlib.import_module("redis_lock")
-    client = _redis_client(port, stack)
-
-    def made(thread: int) -> Cycle:
-        following = _names(thread)
-
-        def cycle() -> None:
-            with redis_lock.Lock(client, next(following), expire=10):
-                pass
-
-        return cycle
-
-    return [made(thread) for thread in range(threads)]
+def _kazoo(port: int, keys: Keys, stack: ExitStack) -> list[Cycle]:
+    """One session for all threads, as kazoo is used."""
+    module: Any = importlib.import_module("kazoo.client")
+    client = module.KazooClient(hosts=f"127.0.0.1:{port}")
+    client.start(timeout=_TTL)
+    stack.callback(client.close)
+    stack.callback(client.stop)
+    return [_held(lambda key: client.Lock(f"/bench/{key}"), part) for part in keys]
 
 
-def _file_cycles(folder: Path, threads: int) -> list[Cycle]:
-    filelock: Any = importlib.import_module("filelock")
+def _held(lock: Callable[[str], Any], keys: Sequence[str]) -> Cycle:
+    following = itertools.cycle(keys)
 
-    def made(thread: int) -> Cycle:
-        following = _names(thread)
+    def cycle() -> None:
+        with lock(next(following)):
+            pass
 
-        def cycle() -> None:
-            with filelock.FileLock(folder / next(following)):
-                pass
+    return cycle
 
-        return cycle
 
-    return [made(thread) for thread in range(threads)]
+def _etcd(port: int, keys: Keys, stack: ExitStack) -> list[Cycle]:
+    """A connection for each caller, kept open: one client for all would open and close them."""
+    module: Any = importlib.import_module("etcd3gw")
+    cycles = []
+    for part in keys:
+        client = module.client(host="127.0.0.1", port=port)
+        stack.callback(client.session.close)
+        cycles.append(_etcd_cycle(client, part))
+    return cycles
+
+
+def _etcd_cycle(client: Any, keys: Sequence[str]) -> Cycle:
+    following = itertools.cycle(keys)
+
+    def cycle() -> None:
+        lock = client.lock(next(following), ttl=_TTL)
+        if not lock.acquire():  # its `with` block is entered all the same
+            raise RuntimeError("etcd did not lock")
+        lock.release()
+
+    return cycle
+
+
+def _files(_: int, keys: Keys, stack: ExitStack) -> list[Cycle]:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockrouter-bench-")))
+    return [file_cycle(folder, part) for part in keys]
+
+
+_REDIS_PY = _Peer("redis-py Lock", "redis", _redis, redis_server, "redis")
+_OTHERS = (
+    _Peer("python-redis-lock", "redis_lock", _redis_lock, redis_server, "redis"),
+    _Peer("filelock", "filelock", _files, None),
+    _Peer("kazoo, ZooKeeper", "kazoo", _kazoo, zookeeper_server, "zookeeper"),
+    _Peer("etcd3gw, etcd", "etcd3gw", _etcd, etcd_server, "etcd"),
+)

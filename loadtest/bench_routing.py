@@ -12,7 +12,7 @@ SHARDS = (1, 4, 64)
 BUCKETS = 4096
 
 
-def config_of(shards: int) -> RouterConfig:
+def config_of(shards: int, rows_per_bucket: int = 512) -> RouterConfig:
     """A map of 4,096 buckets in even ranges over `shards` shards (a divisor of 4,096); nothing listens there."""
     width = BUCKETS // shards
     members = tuple(
@@ -23,7 +23,7 @@ def config_of(shards: int) -> RouterConfig:
         )
         for number in range(shards)
     )
-    topology = Topology(name="bench", epoch=1, tables=8, buckets=BUCKETS, rows_per_bucket=512)
+    topology = Topology(name="bench", epoch=1, tables=8, buckets=BUCKETS, rows_per_bucket=rows_per_bucket)
     return RouterConfig(topology=topology, router=RouterOptions(on_outage="refuse"), shards=members)
 
 

@@ -28,6 +28,7 @@ KEYS = tuple(f"account:{number}" for number in range(512))
 _SLOT = re.compile(rb"slot = +(\d+)")
 _OK = b"\x07\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00"
 _CLOCK = b"1900000000.000001"
+_MOST = 2048
 
 
 class _NoSocket:
@@ -57,19 +58,32 @@ class _NoConnection:
 class StubWire(Wire):
     """Answers a ROLLBACK with OK and a locking SELECT with its one row, one reply for each `receive`."""
 
-    __slots__ = ("_made", "_replies")
+    __slots__ = ("_granted", "_made", "_replies")
 
     def __init__(self) -> None:
         super().__init__(cast(Any, _NoSocket()))
         self._made: dict[bytes, bytes] = {ROLLBACK: _OK, QUIT: b""}
+        self._granted: dict[bytes, bytes] = {}
         self._replies: list[bytes] = []
 
     def send(self, data: bytes) -> None:
         """Have the reply ready."""
         reply = self._made.get(data)
         if reply is None:
-            reply = self._made[data] = _grant(data)
+            reply = self._grant(data)
         self._replies.append(reply)
+
+    def _grant(self, data: bytes) -> bytes:
+        """Make the reply; only so many statements are remembered, and every slot."""
+        found = _SLOT.search(data)
+        if found is None:
+            raise ValueError(f"the stub has no reply to {data!r}")
+        reply = self._granted.get(found[1])
+        if reply is None:
+            reply = self._granted[found[1]] = _grant(found[1])
+        if len(self._made) < _MOST:
+            self._made[data] = reply
+        return reply
 
     def receive(self, until: float, least: int = 1) -> bytes:
         """Return the oldest reply, or all, where one would not be enough."""
@@ -92,12 +106,9 @@ class StubWire(Wire):
         """Nothing is open."""
 
 
-def _grant(packet: bytes) -> bytes:
-    """The reply of a MySQL server that grants the row the statement asks for."""
-    found = _SLOT.search(packet)
-    if found is None:
-        raise ValueError(f"the stub has no reply to {packet!r}")
-    values = (found[1], b"1", _CLOCK, b"0")
+def _grant(slot: bytes) -> bytes:
+    """The reply of a MySQL server that grants that row."""
+    values = (slot, b"1", _CLOCK, b"0")
     columns = (_column(name) for name in (b"slot", b"epoch", b"UNIX_TIMESTAMP(SYSDATE(6))", b"@@global.read_only"))
     row = b"".join(bytes((len(value),)) + value for value in values)
     payloads = (bytes((len(values),)), *columns, b"\xfe\x00\x00\x03\x00", row, b"\xfe\x00\x00\x03\x00")
@@ -114,9 +125,9 @@ def _column(name: bytes) -> bytes:
     return named + b"\x0c\x3f\x00\x0a\x00\x00\x00\x03\x03\x50\x00\x00\x00"
 
 
-def stub_router() -> LockRouter:
+def stub_router(*, rows_per_bucket: int = 512) -> LockRouter:
     """A router of one shard that grants every row from memory; it starts no thread."""
-    router = LockRouter(config_of(1), registry=CollectorRegistry())
+    router = LockRouter(config_of(1, rows_per_bucket), registry=CollectorRegistry())
     core = router._core
     core.started = True
     (shard,) = core.shards.values()

@@ -5,22 +5,25 @@ from __future__ import annotations
 import re
 import subprocess
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 from bench_machine import program_version
-from bench_mysql import BOUND_MS, THREADS, dialect_of_vendor, endpoint_of
-from bench_timing import Contender, Sample
+from bench_mysql import endpoint_of
 
+from lockrouter.cli.timing import PERCENTS, Contender, Sample, Way
+from lockrouter.cli.ways import BOUND_MS
 from lockrouter.config import RouterConfig
+from lockrouter.sql.statements import dialect_of
 from lockrouter.testing.binaries import ProgramError, debian_tool
 
-__all__ = ["sysbench_contenders", "sysbench_version"]
+__all__ = ["sysbench_version", "sysbench_way"]
 
 _SCRIPT = Path(__file__).with_name("bench_lock.lua")
 
 
-def sysbench_contenders(config: RouterConfig, vendor: str, folder: Path) -> list[Contender]:
-    """sysbench with each number of threads; its settings, a password among them, are put into `folder`.
+def sysbench_way(config: RouterConfig, vendor: str, folder: Path) -> Way:
+    """sysbench; its settings, a password among them, are put into `folder`.
 
     Raises:
         ProgramError: there is no sysbench.
@@ -31,7 +34,7 @@ def sysbench_contenders(config: RouterConfig, vendor: str, folder: Path) -> list
     settings.write_text(_settings(config), "utf-8")
     words = [f"--{name}={value}" for name, value in _workload(config, vendor).items()]
     command = (*program, f"--config-file={settings}", str(_SCRIPT), *words)
-    return [Contender("sysbench (C)", threads, partial(_run, command, threads)) for threads in THREADS]
+    return lambda callers: Contender("sysbench (C)", callers, partial(_run, command, callers))
 
 
 def sysbench_version() -> str:
@@ -49,7 +52,7 @@ def _settings(config: RouterConfig) -> str:
         "mysql-db": where.database,
         "db-driver": "mysql",
         "db-ps-mode": "disable",
-        "percentile": 99,
+        "histogram": "on",
         "rand-type": "uniform",
     }
     return "".join(f"{name}={value}\n" for name, value in options.items())
@@ -57,7 +60,7 @@ def _settings(config: RouterConfig) -> str:
 
 def _workload(config: RouterConfig, vendor: str) -> dict[str, object]:
     """The script's own options, which sysbench takes from the command line only."""
-    dialect, topology = dialect_of_vendor(vendor), config.topology
+    dialect, topology = dialect_of(vendor), config.topology
     form = dialect.lock_text.replace("%d", str(BOUND_MS), 1).replace("%s", "%08x%08x")
     return {
         "tables": topology.tables,
@@ -68,15 +71,25 @@ def _workload(config: RouterConfig, vendor: str) -> dict[str, object]:
     }
 
 
-def _run(command: tuple[str, ...], threads: int, seconds: float) -> Sample:
-    text = _output((*command, f"--threads={threads}", f"--time={max(1, round(seconds))}", "run"))
-    found = [
-        re.search(rf"{name}:\s+([\d.]+)", text) for name in ("total number of events", "total time", "99th percentile")
-    ]
-    events, elapsed, p99 = (float(match[1]) if match else 0.0 for match in found)
+def _run(command: tuple[str, ...], callers: int, seconds: float) -> Sample:
+    text = _output((*command, f"--threads={callers}", f"--time={max(1, round(seconds))}", "run"))
+    found = [re.search(rf"{name}:\s+([\d.]+)", text) for name in ("total number of events", "total time")]
+    events, elapsed = (float(match[1]) if match else 0.0 for match in found)
     if not events or not elapsed:
         raise ProgramError(f"sysbench reported nothing: {text.strip()[-400:]}")
-    return Sample(events / elapsed, None, p99 / 1000)
+    return Sample(events / elapsed, _latency(text))
+
+
+def _latency(text: str) -> dict[float, float]:
+    """Seconds by percentile, of the histogram's lines: milliseconds, a bar, a count."""
+    bins = [(float(ms), int(count)) for ms, count in re.findall(r"^ +([\d.]+) \|\**\s+(\d+)$", text, re.MULTILINE)]
+    reached = list(accumulate(count for _, count in bins))
+    return {
+        percent: next(ms for (ms, _), sofar in zip(bins, reached, strict=True) if sofar >= reached[-1] * percent / 100)
+        / 1000
+        for percent in PERCENTS
+        if bins
+    }
 
 
 def _output(command: tuple[str, ...]) -> str:

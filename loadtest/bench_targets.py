@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench_figures import Figures
-from bench_timing import Contender, ratio
+
+from lockrouter.cli.timing import Contender, ratio
 
 __all__ = ["Target", "targets"]
 
@@ -31,16 +32,17 @@ class Target:
     @property
     def shown_wanted(self) -> str:
         """As the tables have it."""
-        return f"{'≤' if self.at_most else '≥'} {_number(self.wanted)} {self.unit}"
+        return f"{'≤' if self.at_most else '≥'} {self._number(self.wanted)} {self.unit}"
 
     @property
     def shown_seen(self) -> str:
         """As the tables have it."""
-        return "not measured" if self.seen is None else f"{_number(self.seen)} {self.unit}"
+        return "not measured" if self.seen is None else f"{self._number(self.seen)} {self.unit}"
 
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+    def _number(self, value: float) -> str:
+        if value >= 1000:
+            return f"{value:,.0f}"
+        return f"{value:.2f}" if value < 10 or self.unit == "%" else f"{value:.1f}"
 
 
 _RATIOS = (
@@ -52,21 +54,32 @@ _RATIOS = (
 )
 
 
-def targets(contenders: Sequence[Contender], figures: Figures | None) -> list[Target]:
+def targets(contenders: Sequence[Contender], curve: Sequence[Contender], figures: Figures | None) -> list[Target]:
     """All targets; those of `figures` only where these were measured."""
-    by_name = {(one.name, one.threads): one for one in contenders}
+    by_name = {(one.name, one.callers): one for one in contenders}
     found = []
     for work, mine, its, wanted in _RATIOS:
         one, other = by_name.get(mine), by_name.get(its)
         found.append(Target(work, wanted, ratio(one, other) if one and other else None, "×"))
-    best = max((one.rate for one in contenders if one.name == "lockrouter"), default=None)
-    found.append(Target("one process, distinct keys, at its best", 15_200, best, "locks/s"))
-    if figures is None:
-        return found
+    best = max((one.rate for one in (*contenders, *curve) if one.name == "lockrouter"), default=None)
+    found.append(Target("peak of one process, distinct keys", 15_200, best, "locks/s"))
+    return found if figures is None else [*found, *_of_figures(figures)]
+
+
+def _of_figures(figures: Figures) -> list[Target]:
+    crowd = figures["crowd"]
+    many = f"{crowd['callers']:,} callers at once (greenlets), 4 shards, 1 ms hold"
+    even = "one hot key, 4 processes × 8 callers, 1 ms hold: luckiest : unluckiest"
+    late = crowd["p99"] - crowd["ideal_p99"]
+    waiting, residue = figures["waiting_bytes"] / 1024, figures["residue_bytes"]
     return [
-        *found,
+        Target(even, 2, figures["fairness"], "×", True),
+        Target(f"{many}: success", 99.97, crowd["success"] * 100, "%"),
+        Target(f"{many}: p99 above the ideal", 1, late, "s", True),
         Target("client's CPU for a lock and its release, protocol included", 15, figures["cpu_us"], "µs", True),
         Target("routing, 64 shards", 2, figures["route_us"], "µs", True),
         Target("resident memory, idle router of 4 shards", 80, figures["rss_mb"], "MB", True),
+        Target(f"the same, added by each of {figures['waiting_callers']:,} waiting callers", 10, waiting, "KB", True),
+        Target(f"the same, left by each of {figures['residue_keys']:,} different keys", 1, residue, "B", True),
         Target("seeding, one shard", 100_000, figures["seed_rows_per_second"], "rows/s"),
     ]

@@ -25,7 +25,7 @@ from lockrouter.watcher import Task, Watcher
 if TYPE_CHECKING:
     from lockrouter.config import Endpoint, RouterConfig, ShardConfig
 
-__all__ = ["Refusal", "Shard"]
+__all__ = ["Refusal", "Shard", "tls_context"]
 
 _log = logging.getLogger("lockrouter")
 
@@ -57,7 +57,7 @@ class Shard:
         self.endpoints: tuple[Endpoint, ...] = like.endpoints if like is not None else config.endpoints(shard)
         # Of several hosts, the one that was found to be the writable primary.
         self.endpoint = self.endpoints[0]
-        self._tls: ssl.SSLContext | None = like._tls if like is not None else _tls_context(self.endpoint)
+        self._tls: ssl.SSLContext | None = like._tls if like is not None else tls_context(self.endpoint)
         self._on_demoted = on_demoted
         self.grants = Grants()
         self._lock = threading.Lock()
@@ -296,7 +296,7 @@ class Shard:
         self._wake()
 
 
-def _tls_context(endpoint: Endpoint) -> ssl.SSLContext | None:
+def tls_context(endpoint: Endpoint) -> ssl.SSLContext | None:
     """One verified context per shard where a CA is named; none at all otherwise, never a silently unverified one."""
     if endpoint.tls_ca is None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,7 @@ def test_two_at_once_unpack_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(apt, "distribution", lambda: ("debian", "bookworm"))
     unpacked: list[str] = []
 
-    def unpack(package: str, target: Path, *, suite: str | None) -> None:
+    def unpack(package: str, target: Path, *, suite: str | None, extra: Sequence[str]) -> None:
         unpacked.append(f"{package} {suite}")
         (target / "usr/sbin").mkdir(parents=True)
         (target / "lib/some-linux-gnu").mkdir(parents=True)
@@ -164,3 +165,16 @@ def test_two_at_once_unpack_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert len(found) == 4 and len(set(found)) == 1
     assert found[0].version == "9.7.4"
     assert found[0].argv[-1] == str(tmp_path / "servers/mysql/usr/sbin/mysqld")
+
+
+def test_links_stay_in_the_tree(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    (tree / "etc/java").mkdir(parents=True)
+    (tree / "etc/java/security").write_text("inside", "utf-8")
+    (tree / "usr/lib/conf").mkdir(parents=True)
+    (tree / "usr/lib/conf/security").symlink_to("/etc/java/security")
+    (tree / "usr/lib/conf/elsewhere").symlink_to("/nowhere/at/all")
+    apt._keep_inside(tree)
+    moved = tree.rename(tmp_path / "moved")
+    assert (moved / "usr/lib/conf/security").read_text("utf-8") == "inside"
+    assert (moved / "usr/lib/conf/elsewhere").readlink() == Path("/nowhere/at/all")

@@ -146,9 +146,20 @@ def unpack(package: str, target: Path, *, suite: str | None = None, extra: Seque
             _run(["dpkg", "-x", str(archive), str(tree)], environment)
         for useless in _USELESS:
             shutil.rmtree(tree / useless, ignore_errors=True)
+        _keep_inside(tree)
         tree.rename(target)
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+def _keep_inside(tree: Path) -> None:
+    """Have links that name a place on the machine lead to the same place in the tree, where it is there."""
+    for link in [path for path in tree.rglob("*") if path.is_symlink()]:
+        place = str(link.readlink())
+        inside = tree / place.lstrip("/")
+        if place.startswith("/") and os.path.lexists(inside):
+            link.unlink()
+            link.symlink_to(os.path.relpath(inside, link.parent))
 
 
 def _machine_sources() -> list[Source]:

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -129,19 +129,24 @@ def find(vendor: Vendor | str) -> Program:
     )
 
 
-def debian_tool(name: str) -> tuple[str, ...]:
+def debian_tool(name: str, package: str | None = None, *, extra: Sequence[str] = ()) -> tuple[str, ...]:
     """The command line that runs Debian's program `name` (`sysbench`, `redis-server`), unpacked first where needed.
+
+    Args:
+        package: that it comes with, where that has another name.
+        extra: packages that are to be beside it.
 
     Raises:
         ProgramError: see there.
     """
-    tree = cache_directory() / "tools" / name
+    package = package or name
+    tree = cache_directory() / "tools" / package
     if not (tree / _RECORD).is_file():
         if apt.distribution() is None:
             if path := shutil.which(name):
                 return (path,)
             raise ProgramError(f"no {name} here: install it so that it is on the PATH")
-        _ensure(name, name, tree, None)
+        _ensure(package, name, tree, None, extra)
     plugins = next((tree / "usr/lib").glob("*/libmariadb3/plugin"), None)
     prefix = ("env", f"MARIADB_PLUGIN_DIR={plugins}") if plugins else ()
     return (*prefix, *_argv(tree, name))
@@ -159,7 +164,7 @@ def _unpacked(vendor: Vendor, tree: Path) -> Program:
     return Program(vendor, _argv(tree, vendor.program), record["version"], tree / "usr")
 
 
-def _ensure(package: str, program: str, tree: Path, suite: str | None) -> None:
+def _ensure(package: str, program: str, tree: Path, suite: str | None, extra: Sequence[str] = ()) -> None:
     """Unpack `package` to `tree` unless another process just did."""
     fresh = tree.with_name(f".{tree.name}.partial")
     with _locked(tree.with_name(f".{tree.name}.lock")):
@@ -168,7 +173,7 @@ def _ensure(package: str, program: str, tree: Path, suite: str | None) -> None:
         for remains in (fresh, tree):
             shutil.rmtree(remains, ignore_errors=True)
         try:
-            apt.unpack(package, fresh, suite=suite)
+            apt.unpack(package, fresh, suite=suite, extra=extra)
         except apt.AptError as error:
             raise ProgramError(f"could not unpack {package}: {error}") from error
         (fresh / _RECORD).write_text(json.dumps({"version": _version(_argv(fresh, program))}) + "\n", "utf-8")
@@ -181,7 +186,8 @@ def _argv(tree: Path, program: str) -> tuple[str, ...]:
     loaders = [
         path for folder in folders for pattern in ("ld-linux*.so.*", "ld64.so.*") for path in folder.glob(pattern)
     ]
-    programs = [path for folder in ("usr/sbin", "usr/bin") if (path := tree / folder / program).is_file()]
+    places = ("usr/sbin", "usr/bin", "usr/lib/jvm/java-*-openjdk-*/bin")
+    programs = [path for place in places for path in tree.glob(f"{place}/{program}") if path.is_file()]
     if not loaders or not programs:
         raise ProgramError(f"{tree} holds no {program} that can be run: remove the folder and try again")
     folders += (tree / "usr/lib/mysql/private",)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from time import perf_counter
 
-__all__ = ["Contender", "Sample", "alternate", "ratio", "timed"]
+__all__ = ["PERCENTS", "Contender", "Cycle", "Sample", "Way", "alternate", "latencies", "ratio", "timed", "way"]
 
 Cycle = Callable[[], object]
 """Takes one lock and releases it."""
 
+PERCENTS = (1.0, 5.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.9)
+"""What is kept of a run's latencies."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run of one contender; seconds, `p50` None where the contender cannot say."""
+    """One run of one contender."""
 
     rate: float
     """Locks taken and released per second."""
-    p50: float | None
-    p99: float | None
+    latency: Mapping[float, float] = field(default_factory=dict)
+    """Seconds by percentile; only those that the contender can say."""
 
 
 @dataclass(slots=True)
@@ -29,14 +33,14 @@ class Contender:
     """A way to lock with so many callers; `run` measures it for about so many seconds."""
 
     name: str
-    threads: int
+    callers: int
     run: Callable[[float], Sample]
     samples: list[Sample] = field(default_factory=list)
 
     @property
     def title(self) -> str:
         """Name and callers, unique in a run."""
-        return f"{self.name}, {self.threads}"
+        return f"{self.name}, {self.callers}"
 
     @property
     def rate(self) -> float:
@@ -44,19 +48,19 @@ class Contender:
         return median(sample.rate for sample in self.samples)
 
     @property
-    def p50(self) -> float | None:
-        """The median of the runs' medians."""
-        return _median([sample.p50 for sample in self.samples])
-
-    @property
-    def p99(self) -> float | None:
-        """The median of the runs' 99th percentiles."""
-        return _median([sample.p99 for sample in self.samples])
+    def latency(self) -> dict[float, float]:
+        """Seconds by percentile: of each the median over the runs."""
+        known = [percent for percent in PERCENTS if all(percent in sample.latency for sample in self.samples)]
+        return {percent: median(sample.latency[percent] for sample in self.samples) for percent in known}
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+Way = Callable[[int], Contender]
+"""A way to lock, for a number of callers."""
+
+
+def way(name: str, cycles: Sequence[Cycle]) -> Way:
+    """What runs the first so many of `cycles`, each in a thread of its own."""
+    return lambda callers: Contender(name, callers, partial(timed, cycles[:callers]))
 
 
 def alternate(
@@ -64,7 +68,7 @@ def alternate(
 ) -> None:
     """Run each contender once in each round, beginning with another one each time; `progress` is told before a run."""
     for contender in contenders:
-        contender.run(min(0.3, seconds))  # connects, fills caches; not counted
+        contender.run(min(0.2, seconds))  # connects, fills caches; not counted
     for number in range(rounds):
         start = number % len(contenders)
         for contender in (*contenders[start:], *contenders[:start]):
@@ -75,6 +79,11 @@ def alternate(
 def ratio(one: Contender, other: Contender) -> float:
     """How many times faster `one` is: the median over the rounds, each compared with itself."""
     return median(mine.rate / its.rate for mine, its in zip(one.samples, other.samples, strict=True))
+
+
+def latencies(took: Sequence[float]) -> dict[float, float]:
+    """Seconds by percentile, of durations in order."""
+    return {percent: took[min(len(took) - 1, int(len(took) * percent / 100))] for percent in PERCENTS} if took else {}
 
 
 def timed(cycles: Sequence[Cycle], seconds: float) -> Sample:
@@ -111,4 +120,4 @@ def timed(cycles: Sequence[Cycle], seconds: float) -> Sample:
         raise errors[0]
     took = sorted(one for part in durations for one in part)
     elapsed = max(end for _, end in spans) - min(began for began, _ in spans)
-    return Sample(len(took) / elapsed, took[len(took) // 2], took[len(took) * 99 // 100])
+    return Sample(len(took) / elapsed, latencies(took))
