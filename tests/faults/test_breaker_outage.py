@@ -12,7 +12,7 @@ import pytest
 from lockrouter import LockLost, LockRouter, LockTimeout, NotHeld, NoToken, ShardUnavailable, WouldDeadlock
 from lockrouter.config import KeyClass
 from lockrouter.testing.cluster import Cluster
-from tests.support.observe import Routers, eventually, in_thread, keys_on, soon_enough
+from tests.support.observe import Routers, eventually, in_thread, keys_on, sharing_row, soon_enough
 from tests.support.proxy import Cut, Proxy
 
 pytestmark = pytest.mark.server
@@ -21,14 +21,6 @@ SHARD = 0
 NAME = f"shard-{SHARD}"
 REFUSE = KeyClass(prefix="strict:", on_outage="refuse")
 QUICK = {"failures": 3, "probe_after": 0.3, "retry_delay": 0.05}
-
-
-@pytest.fixture
-def routers(cluster: Cluster) -> Iterator[Routers]:
-    """Routers on the session's cluster; its own servers stay up, what fails is the way to them."""
-    kept = Routers(cluster)
-    yield kept
-    kept.finish()
 
 
 @pytest.fixture
@@ -86,11 +78,6 @@ def local_key(router: LockRouter) -> str:
 
 def strict_key(router: LockRouter) -> str:
     return keys_on(router, SHARD, prefix="strict")[0]
-
-
-def sharing_row(router: LockRouter, key: str) -> str:
-    slot = router.route(key).slot
-    return next(found for number in range(10_000_000) if router.route(found := f"local:twin:{number}").slot == slot)
 
 
 def elsewhere(call: Callable[[], Any]) -> Any:

@@ -4,49 +4,15 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from lockrouter import InvalidKey, LockRouter, LockSet, LockTimeout, LossReason, NotHeld, WouldDeadlock
 from lockrouter.config import KeyClass
 from lockrouter.errors import LockLost
-from lockrouter.testing.cluster import Cluster
-from tests.support.observe import Observer, Routers, eventually, in_thread, keys_on
+from tests.support.observe import Observer, Routers, eventually, in_thread, keys_on, sharing_row
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def routers(cluster: Cluster) -> Iterator[Routers]:
-    """Routers on the session's cluster; the test ends with the proof that nothing of them is left."""
-    kept = Routers(cluster)
-    yield kept
-    kept.finish()
-
-
-@pytest.fixture
-def router(routers: Routers) -> LockRouter:
-    """A router as the shard file describes it."""
-    return routers.make()
-
-
-@pytest.fixture
-def other(routers: Routers) -> LockRouter:
-    """A second router, which to the first one is what another process is."""
-    return routers.make()
-
-
-@pytest.fixture
-def server(routers: Routers) -> Observer:
-    """The server of shard-0."""
-    return routers.observers[0]
-
-
-def sharing_row(router: LockRouter, key: str) -> str:
-    """Another key of the same row."""
-    slot = router.route(key).slot
-    return next(name for number in range(10**7) if router.route(name := f"share-{number}").slot == slot)
 
 
 # -- shared -------------------------------------------------------------------------------------------------------

@@ -12,28 +12,10 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from lockrouter import ConfigError, LockIn, LockLost, LockRouter, LockTimeout, WouldDeadlock
-from lockrouter.testing.cluster import Cluster
 from tests.support.accounts import Accounts, balance, engine_of, pay
 from tests.support.observe import Observer, Routers, eventually, in_thread, keys_on
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def routers(cluster: Cluster) -> Iterator[Routers]:
-    kept = Routers(cluster)
-    yield kept
-    kept.finish()
-
-
-@pytest.fixture
-def router(routers: Routers) -> LockRouter:
-    return routers.make()
-
-
-@pytest.fixture
-def server(routers: Routers) -> Observer:
-    return routers.observers[0]
 
 
 @pytest.fixture

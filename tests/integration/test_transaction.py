@@ -46,18 +46,6 @@ class Account(Base):
 
 
 @pytest.fixture
-def routers(cluster: Cluster) -> Iterator[Routers]:
-    kept = Routers(cluster)
-    yield kept
-    kept.finish()
-
-
-@pytest.fixture
-def server(routers: Routers) -> Observer:
-    return routers.observers[0]
-
-
-@pytest.fixture
 def accounts(server: Observer) -> Iterator[Accounts]:
     made = Accounts(server)
     yield made

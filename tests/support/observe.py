@@ -18,7 +18,7 @@ from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
 from lockrouter.testing.shardfiles import APPLICATION
 
-__all__ = ["Observer", "Routers", "Seen", "elapsed", "eventually", "in_thread", "keys_on", "soon_enough"]
+__all__ = ["Observer", "Routers", "Seen", "elapsed", "eventually", "in_thread", "keys_on", "sharing_row", "soon_enough"]
 
 T = TypeVar("T")
 
@@ -305,6 +305,13 @@ def keys_on(router: LockRouter, index: int, count: int = 1, *, prefix: str = "ke
             if len(found) == count:
                 return list(found.values())
     raise AssertionError("no such keys")
+
+
+def sharing_row(router: LockRouter, key: str) -> str:
+    """Another key of the same row."""
+    slot = router.route(key).slot
+    prefix = key.partition(":")[0]
+    return next(found for number in range(10**7) if router.route(found := f"{prefix}:twin:{number}").slot == slot)
 
 
 class in_thread(threading.Thread):  # noqa: N801 - used like a function
