@@ -91,6 +91,7 @@ class Claim:
             hold = ask.hold
             assert hold is not None
             hold.mode = "transaction"
+            self.core.limit(hold, self._rule)
             self._held.append((hold, ask.key))
             record(hold)
         for raw in self._named:

@@ -59,7 +59,7 @@ class Hold:
     # The class's limit in seconds, whether passing it ends the session, and what was said of it so far.
     max_hold: float | None = None
     kill = False
-    overdue = False
+    overdue = told = False
     callbacks: tuple[Callable[[LossReason], object], ...] = ()
     # Keys of this row that were held and released inside this hold.
     seen: frozenset[bytes] = frozenset()
@@ -92,6 +92,11 @@ class Hold:
         self.row_at = self.granted_at if row_at is None else row_at
         # Per key: how many handles are open, and their token.
         self.keys: dict[bytes, list[int]] = {key: [1, base + passes]}
+
+    @property
+    def local(self) -> bool:
+        """True while the hold excludes this process only."""
+        return self.degraded and self.session is None
 
 
 class Handle(Protocol):
@@ -389,6 +394,24 @@ class Gates:
         with self._lock:
             gates = [(self._gates.get(request.slot), request) for request in requests]
             return all(gate is not None and gate.own(request) is not None for gate, request in gates)
+
+    def promote(self, hold: Hold, real: Hold, party: Party) -> bool:
+        """Let a degraded hold have the row that was taken for it as `real`; False: it was released, or has one.
+
+        It is a party of its own from then on, so that the row is rolled back, and never handed over: a waiter that
+        degraded has its place at another gate, too.
+        """
+        with self._lock:
+            if not hold.count or hold.session is not None or hold.lost is not None or real.lost is not None:
+                return False
+            hold.shard, hold.lease, hold.base, hold.passes = real.shard, real.lease, real.base, 0
+            for counted in hold.keys.values():
+                counted[1] = real.base
+            party.holds.append(hold)
+            hold.party = party
+            party.session.hold = party
+            hold.session = party.session
+            return True
 
     def token_of(self, hold: Hold, key: bytes) -> int:
         """The token of a key that is held through this hold."""

@@ -101,6 +101,7 @@ def lock_in(core: Core, target: Target, key: str | bytes, timeout: float | None)
     inside.held.append((hold, raw))
     if hold not in ask.owns:
         record(hold)
+    core.limit(hold, rule)
     return LockIn(core, key, raw, ask.address, hold, inside)
 
 

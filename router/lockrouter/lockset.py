@@ -236,6 +236,7 @@ def lock_all(core: Core, named: dict[bytes, str | bytes], timeout: float | None,
     for ask in asks.values():
         if ask.hold is not None and ask.hold not in ask.owns:
             record(ask.hold)
+            core.limit(ask.hold, rule)
         stats = ask.shard.stats
         mode, outcome = (stats.local, "degraded") if ask.local else (stats.row, "acquired")
         mode.ended(outcome, deadline.waited(), core.segment(ask.address.bucket))
@@ -259,6 +260,8 @@ def strictest(rules: Sequence[ResolvedClass]) -> ResolvedClass:
         on_outage="refuse" if any(rule.on_outage == "refuse" for rule in rules) else "local",
         timeout=min(rule.timeout for rule in rules),
         max_waiters=min(waiters, default=None),
+        max_hold=min((rule.max_hold for rule in rules if rule.max_hold is not None), default=None),
+        kill=any(rule.kill for rule in rules),
         frozen=any(rule.frozen for rule in rules),
     )
 
