@@ -26,7 +26,7 @@ from lockrouter.errors import LossReason, NotHeld, Overloaded, RouterClosed, Wou
 from lockrouter.protocol.effects import Waiter
 from lockrouter.session import Session
 
-__all__ = ["Gates", "Hold", "Party", "Place", "Request"]
+__all__ = ["Gates", "Group", "Hold", "Party", "Place", "Request", "StepBack"]
 
 
 class Place(enum.Enum):
@@ -119,9 +119,18 @@ class Party:
         return any(hold.count for hold in self.holds)
 
 
+class Group:
+    """The requests of one call that wait at gate after gate before any of them asks the server."""
+
+
+class StepBack(Exception):
+    """Waiting would close a cycle through gates the call itself keeps others from: it leaves them and begins anew."""
+
+
 class Request:
     """One caller at a gate."""
 
+    group: Group | None = None
     waiter: Waiter | None = None
     place = Place.GONE
     shared = False
@@ -151,6 +160,11 @@ def _same_owner(holder: Hold, request: Request) -> bool:
     if request.owner is not None:
         return holder.owner == request.owner
     return holder in request.owns
+
+
+def _nodes(request: Request) -> tuple[Hold | Group, ...]:
+    """What others may wait for while this request waits."""
+    return request.owns if request.group is None else (*request.owns, request.group)
 
 
 def _wake(request: Request) -> None:
@@ -195,6 +209,13 @@ class _Gate:
             return False
         return request.shared or not (self.readers or self.reader_leads)
 
+    def in_the_way(self) -> list[Hold | Group]:
+        """Whom a waiter waits for: the holders, or the lead, where that waits at another gate."""
+        found: list[Hold | Group] = [hold for hold in self.inside() if hold.count]
+        if self.lead is not None and self.lead.group is not None:
+            found.append(self.lead.group)
+        return found
+
     def inside(self) -> Iterable[Hold]:
         """Who holds the row in this process."""
         return self.readers if self.holder is None else (self.holder,)
@@ -207,7 +228,8 @@ class Gates:
         self._lock = threading.Lock()
         self._gates: dict[int, _Gate] = {}
         # Which gate the owner of a hold waits at, for those who wait while they hold: the edges a cycle is made of.
-        self._waiting: dict[Hold, _Gate] = {}
+        # A group waits while it leads other gates, and is in the way there without a hold.
+        self._waiting: dict[Hold | Group, _Gate] = {}
         self._closed = False
 
     def enter(
@@ -228,6 +250,7 @@ class Gates:
 
         Raises:
             WouldDeadlock: waiting would close a cycle inside this process, or the caller's own hold is refused.
+            StepBack: the cycle goes through what the request's group leads.
             Overloaded: `max_waiters` wait already.
             RouterClosed: the gates are closed.
         """
@@ -256,15 +279,16 @@ class Gates:
                 return _BUSY
             if max_waiters is not None and len(gate.queue) >= max_waiters:
                 raise Overloaded(f"{max_waiters} callers of this process wait for the row already")
-            if request.owns:
-                self._refuse_cycle(gate, request.owns)
+            nodes = _nodes(request)
+            if nodes:
+                self._refuse_cycle(gate, nodes)
             request.waiter = Waiter()
             if gate.queue is _NOBODY:
                 gate.queue = deque()
             gate.queue.append(request)
             request.place = _QUEUED
-            for hold in request.owns:
-                self._waiting[hold] = gate
+            for node in nodes:
+                self._waiting[node] = gate
             return _QUEUED
 
     def _nest(self, holder: Hold, request: Request) -> None:
@@ -282,19 +306,21 @@ class Gates:
             hold.keys[key] = [1, hold.base + hold.passes]
         hold.count += 1
 
-    def _refuse_cycle(self, gate: _Gate, owns: tuple[Hold, ...]) -> None:
-        """Follow who waits for whom from `gate` on; a lead waits at the server, where no chain goes on."""
-        seen: set[Hold] = set()
-        ahead = [hold for hold in gate.inside() if hold.count]
+    def _refuse_cycle(self, gate: _Gate, owns: tuple[Hold | Group, ...]) -> None:
+        """Follow who waits for whom from `gate` on; a single lead waits at the server, where no chain goes on."""
+        seen: set[Hold | Group] = set()
+        ahead = gate.in_the_way()
         while ahead:
-            hold = ahead.pop()
-            if hold in owns:
+            node = ahead.pop()
+            if node in owns:
+                if isinstance(node, Group):
+                    raise StepBack
                 raise WouldDeadlock("waiting for this row would close a cycle of waiting inside this process")
-            if hold not in seen:
-                seen.add(hold)
-                further = self._waiting.get(hold)
+            if node not in seen:
+                seen.add(node)
+                further = self._waiting.get(node)
                 if further is not None:
-                    ahead.extend(next_one for next_one in further.inside() if next_one.count)
+                    ahead += further.in_the_way()
 
     def granted(self, request: Request, hold: Hold) -> None:
         """The server (or the outage) gave the lead its row: its hold is the holder."""
@@ -334,8 +360,8 @@ class Gates:
             return request.place
 
     def _forget_waiting(self, request: Request) -> None:
-        for hold in request.owns:
-            self._waiting.pop(hold, None)
+        for node in _nodes(request):
+            self._waiting.pop(node, None)
 
     def _advance(self, gate: _Gate, slot: int) -> None:
         """Let the head of the queue go to the server: a writer alone, readers together; forget an empty gate."""

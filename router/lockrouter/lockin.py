@@ -17,7 +17,17 @@ from msgspec import structs
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from lockrouter.acquire import Ask, Unlocked, await_rights, judge, queue_at, refuse_frozen, require_row_mode, tag_of
+from lockrouter.acquire import (
+    Ask,
+    Unlocked,
+    await_rights,
+    closed_error,
+    judge,
+    queue_at,
+    refuse_frozen,
+    require_row_mode,
+    tag_of,
+)
 from lockrouter.control import started_us
 from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import ConfigError, LockLost, LossReason, ShardError, ShardUnavailable
@@ -196,6 +206,8 @@ def _ask(ask: Ask, connection: Connection, seen: _Seen) -> Hold:
             return outcome
         if isinstance(outcome, ShardError):
             raise outcome from error
+        if outcome is Unlocked.CLOSED:
+            raise closed_error(ask)
         if isinstance(reply, Err) and reply.code in _ENDED_CODES:
             message = f"the caller's transaction ended while it asked for the row: {reply.message}"
             raise LockLost(message, key=ask.key, reason=LossReason.TRANSACTION_ENDED) from error

@@ -15,6 +15,7 @@ from lockrouter.core import Core, Overdue
 from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import LockTimeout, Overloaded, RouterClosed, ShardError
 from lockrouter.fencing import Target, fence
+from lockrouter.gate import Hold
 from lockrouter.lockin import LockIn, lock_in
 from lockrouter.lockset import LockSet, lock_all, name_keys
 from lockrouter.owners import record
@@ -154,7 +155,7 @@ class LockRouter:
         handle = RowLock(core, key, raw, ask.address, confirm=confirm)
         stats, segment = ask.shard.stats, core.segment(ask.address.bucket)
         try:
-            hold = take_row_now(ask) or drive(take_row(ask))
+            hold = take_row_now(ask) or _take_slowly(ask, handle)
             if hold is None:
                 stats.row.ended("busy", deadline.waited(), segment)
                 return None, ask
@@ -299,6 +300,12 @@ class LockRouter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _take_slowly(ask: Ask, handle: RowLock) -> Hold | None:
+    hold = drive(take_row(ask))
+    handle.address = ask.address  # where it was found, if the bucket has moved
+    return hold
 
 
 def _warm(shard: Shard) -> Operation[None]:

@@ -145,6 +145,7 @@ class Session:
         "sent_at",
         "state",
         "unread",
+        "waiting",
         "wire",
     )
 
@@ -172,6 +173,8 @@ class Session:
         # Whose call took it out of the pool, until it is returned: an interrupted call finds it by this.
         self.borrower: object = None
         self.interrupted = False
+        # True while a session that holds rows waits for one more.
+        self.waiting = False
         self.unread = 0
         self.fresh = True
         self.answered_at = self.safe_from = self.sent_at = now()
@@ -409,6 +412,9 @@ class Session:
 
     def interrupt(self) -> bool:
         """End the stream under a caller that waits for its row; that one closes the session. False: nobody waits."""
+        if self.waiting:
+            self.wire.interrupt()  # its mutex is held as long as it waits
+            return True
         if not self.mutex.acquire(blocking=False):
             return False
         try:
