@@ -37,9 +37,11 @@ __all__ = ["Core", "Overdue"]
 
 _log = logging.getLogger("lockrouter")
 
-_HOLDING = State.HOLDING
+_BUSY, _HOLDING = State.BUSY, State.HOLDING
 _LOOK_EVERY = 0.05
 _LOOK_AFTER = 0.05
+_LATE = 0.03
+"""Seconds past its end after which a wait for a reply is ended from outside; signals may have kept it alive."""
 
 # Degraded locks of one topology exclude each other in the whole process, whatever router took them.
 _local_gates: weakref.WeakValueDictionary[bytes, Gates] = weakref.WeakValueDictionary()
@@ -420,7 +422,21 @@ class Core:
             ]
             if held:
                 self._look_at(held)
-            yield (SLEEP, now() + _LOOK_EVERY, None)
+            yield (SLEEP, self._end_late_waits(), None)
+
+    def _end_late_waits(self) -> float:
+        """End waits for replies that should be over; returns when to look again."""
+        at = now()
+        next_look = at + _LOOK_EVERY
+        for shard in self.shards.values():
+            for session in tuple(shard.pool.sessions):
+                if session.state is _BUSY:
+                    due = session.until + _LATE
+                    if at >= due:
+                        session.wire.interrupt()
+                    elif due < next_look:
+                        next_look = due
+        return next_look
 
     def _look_at_limits(self) -> None:
         """Warn of locks held for half their class's `max_hold`; end those that pass it, where the class says so."""

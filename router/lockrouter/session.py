@@ -145,6 +145,7 @@ class Session:
         "sent_at",
         "state",
         "unread",
+        "until",
         "waiting",
         "wire",
     )
@@ -179,6 +180,8 @@ class Session:
         self.fresh = True
         self.answered_at = self.safe_from = self.sent_at = now()
         self.ping_sent_at: float | None = None
+        # When the wait for the reply to the last command is over; the background sees to it, see `core`.
+        self.until = 0.0
 
     def exchange(
         self, packet: bytes, until: float, *, more: bool = False, since: float | None = None
@@ -194,6 +197,7 @@ class Session:
             Silent: no complete reply by `until`.
             Gone: the connection ended or sent what cannot be a reply.
         """
+        self.until = until
         self.state = _BUSY
         answered = False
         try:
@@ -237,12 +241,15 @@ class Session:
         Raises:
             Silent, Gone: as `exchange`.
         """
+        self.until = until
         self.state = _BUSY
         self.sent_at = at
         try:
             unread = self.unread
             data = self.wire.talk(packet, until, _OK_SIZE + 1 if unread == 1 else 1)
             if not data:
+                if now() > until:
+                    raise TimeoutError("no reply")  # ended by the background, where signals kept the wait alive
                 raise Gone("the server closed the connection")
             fields = self._grants.fields(data, table, unread) if self._reader.empty else None
             if fields is None:
