@@ -481,6 +481,7 @@ class Core:
                     alive = session.drain()
                 if alive and session.ping_sent_at is None and now() - session.safe_from > third:
                     alive = session.send_ping()
+                session.attend()
                 reason = session.lost_reason(self.config.router.ghost_timeout)
             finally:
                 session.mutex.release()

@@ -381,6 +381,9 @@ class Session:
             self.state = _IDLE
         return True
 
+    def attend(self) -> None:
+        """Called for a held session, often, by the background: nothing, where pings and the clock tell all."""
+
     def send_ping(self) -> bool:
         """Ask a held session for a sign of life, to be read by `drain`; under `mutex`. False: dead."""
         sent_at = now()

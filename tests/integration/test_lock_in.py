@@ -258,7 +258,7 @@ def test_an_error_that_ends_the_transaction_ends_the_lock(
         pay(victor, 2, 1)
         pay(victor, 3, 1)
         pay(connection, 0, -5)
-        with pytest.raises(DBAPIError, match="1205|1062|Duplicate|syntax"):
+        with pytest.raises(DBAPIError, match="syntax"):
             connection.execute(text("SELECT nonsense FROM FROM"))
         assert not held.lost, "an error of the statement alone"
         thread = in_thread(lambda: pay(victor, 0, 1))

@@ -31,4 +31,7 @@ def look_around(dialect: Dialect) -> str:
     """
     isolation = "@@session.tx_isolation" if dialect.name == "mariadb" else "@@session.transaction_isolation"
     started = f"UNIX_TIMESTAMP(NOW()) - {dialect.uptime}"
-    return f"SELECT @@session.autocommit, {isolation}, {dialect.identity}, {started}, DATABASE(), @@global.innodb_rollback_on_timeout"
+    return (
+        f"SELECT @@session.autocommit, {isolation}, {dialect.identity}, {started}, DATABASE(), "
+        "@@global.innodb_rollback_on_timeout"
+    )

@@ -230,6 +230,11 @@ def read_bucket(bucket: int) -> bytes:
 FROZEN_PREFIXES = query(b"SELECT prefix FROM frozen")
 
 
+def doing(connection_id: int) -> bytes:
+    """The packet that asks what the server does for one of this user's own connections; no row: it has ended."""
+    return query(b"SELECT COMMAND FROM information_schema.PROCESSLIST WHERE ID = %d" % connection_id)
+
+
 def kill(connection_id: int) -> bytes:
     """The packet that ends one of this user's own connections, and the statement waiting in it."""
     return query(b"KILL %d" % connection_id)
