@@ -10,13 +10,15 @@ import ssl
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pymysql import VERSION_STRING
+
 from lockrouter.deadline import now
-from lockrouter.errors import LossReason
+from lockrouter.errors import ConfigError, LossReason
 from lockrouter.guarded import GuardedConnection
 from lockrouter.protocol.effects import CALL, Operation
 from lockrouter.protocol.packets import Reply
 from lockrouter.protocol.wire import Wire
-from lockrouter.session import TRANSACTIONS, Session, State, authenticate, login, set_up
+from lockrouter.session import TRANSACTIONS, Session, State, authenticate, driver_is_known, login, require_tls, set_up
 from lockrouter.sql.statements import MAX_STATEMENT_WAIT
 
 if TYPE_CHECKING:
@@ -185,11 +187,14 @@ def open_lent(
     Raises:
         Answered, Gone, Silent: as `session.dial`, and for what the set-up says.
     """
+    if not driver_is_known():
+        raise ConfigError(f"transaction knows the insides of PyMySQL 1.1 and 1.2 only, and this is {VERSION_STRING}")
     until = now() + seconds
 
     def dial() -> LentSession:
         connection = GuardedConnection(**login(endpoint, seconds, tls))
         authenticate(connection, endpoint, seconds)
+        require_tls(connection, tls)
         return LentSession(connection, options, answers, ask_about)
 
     session: LentSession = yield (CALL, dial, None)

@@ -159,6 +159,8 @@ class Routers:
         *,
         ports: Mapping[int, int] | None = None,
         password: str | None = None,
+        tls_ca: str | None = None,
+        unix: bool = False,
         classes: tuple[KeyClass, ...] = (),
         router: Mapping[str, Any] | None = None,
         pool: Mapping[str, Any] | None = None,
@@ -174,7 +176,10 @@ class Routers:
             )
             if password is not None:
                 url = url.replace(url.split("@")[0].rsplit(":", 1)[1] + "@", f"{password}@")
-            shards.append(replace(shard, url=url))
+            if unix:
+                url = url.replace(f"127.0.0.1:{self.cluster.port(index)}", "localhost")
+                url += f"?unix_socket={self.cluster.socket(index)}"
+            shards.append(replace(shard, url=url, tls_ca=tls_ca))
         return replace(
             config,
             shards=tuple(shards),
