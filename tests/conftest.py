@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from lockrouter import LockRouter
 from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
 
+from .support.observe import Observer, Routers
 from .support.servers import Clusters, versions
 
 # A run that was started in the background of a shell inherits that SIGINT is ignored; tests and their children send it.
@@ -45,3 +47,29 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
 def cluster(clusters: Clusters, vendor: Vendor) -> Cluster:
     """Four provisioned shards of the vendor, shared by the whole session."""
     return clusters.get(vendor)
+
+
+@pytest.fixture
+def routers(cluster: Cluster) -> Iterator[Routers]:
+    """Routers on the session's cluster; the test ends with the proof that nothing of them is left."""
+    kept = Routers(cluster)
+    yield kept
+    kept.finish()
+
+
+@pytest.fixture
+def router(routers: Routers) -> LockRouter:
+    """A router as the shard file describes it."""
+    return routers.make()
+
+
+@pytest.fixture
+def other(routers: Routers) -> LockRouter:
+    """A second router, which to the first one is what another process is."""
+    return routers.make()
+
+
+@pytest.fixture
+def server(routers: Routers) -> Observer:
+    """The server of shard-0."""
+    return routers.observers[0]

@@ -6,6 +6,7 @@ import logging
 
 from lockrouter.claim import TransactionLock
 from lockrouter.config import RouterConfig, load
+from lockrouter.core import Overdue
 from lockrouter.errors import (
     ConfigError,
     CrossShard,
@@ -58,6 +59,7 @@ __all__ = [
     "NotHeld",
     "NotSeeded",
     "OutcomeUnknown",
+    "Overdue",
     "Overloaded",
     "PoolTimeout",
     "RouterClosed",

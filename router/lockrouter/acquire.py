@@ -12,6 +12,7 @@ The steps of `take_row`:
 from __future__ import annotations
 
 import enum
+import logging
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from lockrouter import tokens
@@ -23,6 +24,7 @@ from lockrouter.errors import (
     LockTimeout,
     MaintenanceStall,
     NotSeeded,
+    Overloaded,
     PoolTimeout,
     RouterClosed,
     ShardError,
@@ -37,7 +39,7 @@ from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Reply, Rows, is_off
 from lockrouter.routing import Routing
 from lockrouter.session import ROWS, Answered, Gone, Session, Silent, State, driver_error
-from lockrouter.sql.statements import MAX_STATEMENT_WAIT, probe_table
+from lockrouter.sql.statements import MAX_STATEMENT_WAIT, probe_table, read_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -58,18 +60,25 @@ __all__ = [
     "as_shard_error",
     "ask_shard",
     "await_rights",
+    "closed_error",
     "enter",
+    "follow",
     "judge",
     "lock_on",
+    "outcome_of",
     "queue_at",
+    "read_moved_to",
     "refuse_frozen",
     "require_row_mode",
     "statement",
     "take_row",
 ]
 
+_log = logging.getLogger("lockrouter")
+
 SERVER_MARGIN = 0.005
 TRY_FOR = 0.05
+_OPENS_SOON = 0.05
 REFRESH_AFTER = 1.0
 _GONE_CODES = frozenset({1053, 1927, 2006, 2013, 4031})
 _READ_ONLY_CODES = frozenset({1290, 1792, 1836, 1874, 3100})
@@ -87,6 +96,7 @@ class Unlocked(enum.Enum):
     STALLED = "stalled"
     REPEAT = "repeat"
     SUSPENDED = "suspended"
+    CLOSED = "closed"
 
 
 _LEAD, _NESTED, _HOLDING = Place.LEAD, Place.NESTED, State.HOLDING
@@ -104,6 +114,11 @@ class Ask(Request):
     """One caller's request for one row, from its first look at the gate to its hold."""
 
     local: Hold | None = None
+    # True where the rows must be on the shard that the map names: nothing is followed that has moved.
+    fixed = False
+    # Where a closed row's bucket went, by the shard that was asked last, and how often that was followed.
+    moved_to = b""
+    hops = 0
     # What the quick path met and left to the steps below: an error, or a session whose reply is not all decoded yet.
     early: Gone | Silent | Sent | None = None
 
@@ -339,6 +354,10 @@ def ask_shard(ask: Ask) -> Operation[Hold | None]:
             return outcome
         if outcome is Unlocked.BUSY:
             return None
+        if outcome is Unlocked.CLOSED:
+            yield from follow(ask)
+            shard = ask.shard
+            continue
         stalled = outcome is Unlocked.STALLED
         if stalled and not ask.wait and now() < ask.io_until and not (yield from _metadata_locked(ask)):
             continue  # a slow server, not a metadata lock: the bound of a try is short
@@ -456,6 +475,8 @@ def _conclude(
     if isinstance(outcome, Hold):
         return outcome
     try:
+        if outcome is Unlocked.CLOSED:
+            yield from read_moved_to(ask, session)
         yield from session.rollback(now() + ask.core.config.pool.connect_timeout if not ask.wait else now() + GRACE)
     except (Gone, Silent):
         # The answer is known; the session is closed, and the server frees what it may hold. No fault of the shard.
@@ -534,6 +555,48 @@ def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Se
         raise
 
 
+def read_moved_to(ask: Ask, session: Session) -> Operation[None]:
+    """Learn, on the session that found the row closed, what its shard knows of the bucket."""
+    reply = yield from session.exchange(read_bucket(ask.address.bucket), now() + ask.shard.config.pool.connect_timeout)
+    ask.moved_to = (reply.rows[0][0] or b"") if isinstance(reply, Rows) and reply.rows else b""
+
+
+def follow(ask: Ask) -> Operation[None]:
+    """Turn to the shard that a closed row's bucket went to; wait a little where it is on its way.
+
+    Raises:
+        TopologyMismatch: the shard file does not list that shard, or the bucket did not open in time.
+    """
+    core, shard = ask.core, ask.shard
+    target = core.shards.get(ask.moved_to.decode("ascii", "replace"))
+    left = ask.io_until - now()
+    if target is shard or ask.fixed or left <= 0 or (target is None and (ask.moved_to or not ask.hops)):
+        raise closed_error(ask)
+    if target is None or ask.hops > len(core.shards):
+        yield (SLEEP, now() + min(left, _OPENS_SOON), None)
+    if target is not None:
+        if not ask.hops:
+            _log.info("bucket %d went from shard %s to %s", ask.address.bucket, shard.id, target.id)
+        ask.hops += 1
+        ask.shard, ask.address = target, ask.address._replace(shard=target.id)
+
+
+def closed_error(ask: Ask) -> TopologyMismatch:
+    """The error of a row that may not be locked where it was looked for."""
+    where = f", to shard {ask.moved_to.decode('ascii', 'replace')}" if ask.moved_to else ""
+    return TopologyMismatch(
+        f"bucket {ask.address.bucket} is closed on this shard: it has moved, or is moving{where}", shard=ask.shard.id
+    )
+
+
+def outcome_of(error: BaseException, ask: Ask) -> str:
+    """What the metrics call an acquisition that ended with this error."""
+    if isinstance(error, LockTimeout):
+        return "timeout" if ask.wait else "busy"
+    refused = isinstance(error, Overloaded) or (isinstance(error, ShardError) and not ask.shard.breaker.closed)
+    return "refused" if refused else "error"
+
+
 def await_rights(ask: Ask) -> Operation[None]:
     """Wait until the shard's right to grant, its refusal or its breaker changes, or the call's deadline."""
     shard = ask.shard
@@ -576,9 +639,7 @@ def _judge_grant(
     if not tokens.EPOCH_US <= clock < tokens.END_US:
         return ShardUnavailable("the server's clock is out of the years that tokens can tell", shard=shard.id)
     if not epoch:
-        return TopologyMismatch(
-            f"bucket {ask.address.bucket} is closed on this shard: it has moved, or is moving", shard=shard.id
-        )
+        return Unlocked.CLOSED
     rights = shard.rights
     if (
         rights is None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from lockrouter.acquire import Ask, refuse_frozen
+from lockrouter.acquire import Ask, outcome_of, refuse_frozen
 from lockrouter.deadline import Deadline, now
-from lockrouter.errors import LockTimeout, LossReason, Overloaded, ShardError
+from lockrouter.errors import LossReason
 from lockrouter.gate import Hold
 from lockrouter.lent import LentSession
 from lockrouter.lockset import take_rows
@@ -68,7 +68,7 @@ class Claim:
             self._record(asks)
             outcome = "acquired"
         except BaseException as error:
-            outcome = self._outcome(error)
+            outcome = outcome_of(error, asks[0])
             self._forsake(asks)
             raise
         finally:
@@ -78,19 +78,16 @@ class Claim:
 
     def _ask(self, raw: bytes, deadline: Deadline) -> Ask:
         wait = deadline.timeout > 0
-        return Ask(self.core, raw, self._rule, deadline, wait=wait, reentrant=False, alone=False, lane=TRANSACTIONS)
-
-    def _outcome(self, error: BaseException) -> str:
-        if isinstance(error, LockTimeout):
-            return "timeout"
-        refused = isinstance(error, Overloaded) or (isinstance(error, ShardError) and not self.shard.breaker.closed)
-        return "refused" if refused else "error"
+        ask = Ask(self.core, raw, self._rule, deadline, wait=wait, reentrant=False, alone=False, lane=TRANSACTIONS)
+        ask.fixed = True
+        return ask
 
     def _record(self, asks: list[Ask]) -> None:
         for ask in asks:
             hold = ask.hold
             assert hold is not None
             hold.mode = "transaction"
+            self.core.limit(hold, self._rule)
             self._held.append((hold, ask.key))
             record(hold)
         for raw in self._named:

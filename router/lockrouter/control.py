@@ -30,6 +30,7 @@ from lockrouter.sql import statements
 
 if TYPE_CHECKING:
     from lockrouter.config import Endpoint
+    from lockrouter.lent import LentSession
     from lockrouter.shard import Shard
 
 __all__ = ["Keeper", "Reading", "Rights"]
@@ -146,6 +147,8 @@ class Keeper:
         self._highest_term = 0
         # Connections to be killed. An id means something only between two starts of the server that gave it.
         self.kills: deque[tuple[int, Incarnation]] = deque(maxlen=1000)
+        # Sessions whose statement takes so long that the server is asked what it does for them.
+        self.doubts: deque[LentSession] = deque(maxlen=1000)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -193,6 +196,8 @@ class Keeper:
                 connection_id, incarnation = self.kills.popleft()
                 if incarnation == reading.incarnation:
                     yield from session.exchange(statements.kill(connection_id), until)
+            while self.doubts:
+                yield from self._ask_about(session, self.doubts.popleft(), reading.incarnation, until)
             frozen = yield from session.exchange(statements.FROZEN_PREFIXES, until)
             if not isinstance(frozen, Rows):
                 raise Answered(getattr(frozen, "code", 0), "the frozen prefixes cannot be read")
@@ -206,6 +211,15 @@ class Keeper:
         else:
             self._control = session
         self._judge(reading, session)
+
+    def _ask_about(
+        self, session: Session, doubted: LentSession, incarnation: Incarnation, until: float
+    ) -> Operation[None]:
+        asked_at = now()
+        reply = yield from session.exchange(statements.doing(doubted.connection_id), until)
+        if isinstance(reply, Rows):
+            busy = any(row[0] != b"Sleep" for row in reply.rows)
+            doubted.judged(asked_at, working=busy and doubted.incarnation == incarnation)
 
     def _ask(self, session: Session, until: float) -> Operation[Reading]:
         sent_at = now()

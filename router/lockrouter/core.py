@@ -9,13 +9,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockrouter import tokens
 from lockrouter.deadline import now
 from lockrouter.errors import LockLost, LossReason, RouterClosed
 from lockrouter.gate import Gates, Handle, Hold, Party, Request
 from lockrouter.metrics import SEGMENTS, Metrics, multiprocess
+from lockrouter.owners import describe
 from lockrouter.protocol.effects import SLEEP, Operation, drive
 from lockrouter.protocol.packets import IN_TRANSACTION, Rows, is_off
 from lockrouter.routing import Routing, fingerprint, key_hash
@@ -25,28 +26,52 @@ from lockrouter.sql.statements import CHECK
 from lockrouter.watcher import Task, Watcher
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from prometheus_client import CollectorRegistry
 
-    from lockrouter.config import RouterConfig
+    from lockrouter.config import ResolvedClass, RouterConfig
+    from lockrouter.routing import Address
 
-__all__ = ["Core"]
+__all__ = ["Core", "Overdue"]
 
 _log = logging.getLogger("lockrouter")
 
-_HOLDING = State.HOLDING
+_BUSY, _HOLDING = State.BUSY, State.HOLDING
 _LOOK_EVERY = 0.05
 _LOOK_AFTER = 0.05
+_LATE = 0.03
+"""Seconds past its end after which a wait for a reply is ended from outside; signals may have kept it alive."""
 
 # Degraded locks of one topology exclude each other in the whole process, whatever router took them.
 _local_gates: weakref.WeakValueDictionary[bytes, Gates] = weakref.WeakValueDictionary()
 _cores: weakref.WeakSet[Core] = weakref.WeakSet()
 
 
+class Overdue(NamedTuple):
+    """A lock that is held for longer than its class's `max_hold`, as `on_overdue` is told of it."""
+
+    key: bytes
+    address: Address
+    held_for: float
+    """Seconds."""
+    holder: str
+    """The task, greenlet or thread that took it."""
+    killed: bool
+    """True where the class says `kill`: the lock is lost."""
+
+
 class Core:
     """Everything of one router but the verbs."""
 
-    def __init__(self, config: RouterConfig, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        registry: CollectorRegistry,
+        on_overdue: Callable[[Overdue], object] | None = None,
+    ) -> None:
         self.config = config
+        self._on_overdue = on_overdue
         self.routing = Routing(config)
         buckets = config.topology.buckets
         # Which of the equal parts of the bucket space each bucket lies in.
@@ -227,7 +252,7 @@ class Core:
             self.local_gates.leave(hold)
             self.gates.leave(hold)
             return
-        shard.stats.row.released(held)
+        shard.stats.row.released(now() - hold.party.granted_at if hold.degraded and hold.party else held)
         if hold.party is not None:
             self._roll_back(hold.party.holds, hold.party, hold.session, shard)
             return
@@ -259,6 +284,8 @@ class Core:
                 shard.pool.give_back(session, holds[0].lease)
         finally:
             for hold in reversed(holds):
+                if hold.degraded:
+                    self.local_gates.leave(hold)
                 self.gates.leave(hold)
 
     def send_rollback(self, session: Session, holds: Sequence[Hold]) -> None:
@@ -376,13 +403,21 @@ class Core:
             self._tell(hold, reason)
 
     def _tell(self, hold: Hold, reason: LossReason) -> None:
-        hold.shard.stats.count_lost("local" if hold.degraded else hold.mode, reason.value)
+        hold.shard.stats.count_lost("local" if hold.local else hold.mode, reason.value)
         _log.warning("lock lost: row %d on shard %s: %s", hold.slot, hold.shard.id, reason.value)
         for callback in hold.callbacks:
-            try:
-                threading.Thread(target=callback, args=(reason,), name="lockrouter-on-lost", daemon=True).start()
-            except RuntimeError:
-                _log.exception("no thread could be started to tell a holder of its loss")
+            self._call_back(callback, reason, "lockrouter-on-lost")
+
+    def _call_back(self, callback: Callable[[Any], object], what: object, name: str) -> None:
+        try:
+            threading.Thread(target=callback, args=(what,), name=name, daemon=True).start()
+        except RuntimeError:
+            _log.exception("no thread could be started for a callback (%s)", name)
+
+    def limit(self, hold: Hold, rule: ResolvedClass) -> None:
+        """Watch over how long a hold lasts, where its class bounds that."""
+        if rule.max_hold is not None:
+            hold.max_hold, hold.kill = rule.max_hold, rule.kill
 
     def _demoted(self, shard: Shard, reason: LossReason) -> None:
         for session in tuple(shard.pool.sessions):
@@ -406,7 +441,21 @@ class Core:
             ]
             if held:
                 self._look_at(held)
-            yield (SLEEP, now() + _LOOK_EVERY, None)
+            yield (SLEEP, self._end_late_waits(), None)
+
+    def _end_late_waits(self) -> float:
+        """End waits for replies that should be over; returns when to look again."""
+        at = now()
+        next_look = at + _LOOK_EVERY
+        for shard in self.shards.values():
+            for session in tuple(shard.pool.sessions):
+                if session.state is _BUSY:
+                    due = session.until + _LATE
+                    if at >= due:
+                        session.wire.interrupt()
+                    elif due < next_look:
+                        next_look = due
+        return next_look
 
     def _look_at_limits(self) -> None:
         """Warn of locks held for half their class's `max_hold`; end those that pass it, where the class says so."""
@@ -421,9 +470,20 @@ class Core:
                 _log.warning(
                     "row %d on shard %s is held for %.1f s of %.1f", hold.slot, hold.shard.id, age, hold.max_hold
                 )
-            if age > hold.max_hold and hold.kill and hold.session is not None:
-                self.lose(hold.session, LossReason.KILLED)
-                hold.session.die()
+            if age > hold.max_hold and not hold.told:
+                hold.told = True
+                self._end_overdue(hold, age)
+
+    def _end_overdue(self, hold: Hold, age: float) -> None:
+        session = hold.session
+        killed = hold.kill and session is not None
+        if session is not None and killed:
+            self.lose(session, LossReason.KILLED)
+            session.die()
+            hold.shard.kill(session)  # what may still run in it would keep the row until it ends
+        if self._on_overdue is not None:
+            told = Overdue(hold.key, self.routing.route(hold.key), age, describe(hold.thing), killed)
+            self._call_back(self._on_overdue, told, "lockrouter-on-overdue")
 
     def _look_at(self, held: list[Session]) -> None:
         readable = _readable(held)
@@ -440,6 +500,7 @@ class Core:
                     alive = session.drain()
                 if alive and session.ping_sent_at is None and now() - session.safe_from > third:
                     alive = session.send_ping()
+                session.attend()
                 reason = session.lost_reason(self.config.router.ghost_timeout)
             finally:
                 session.mutex.release()
@@ -460,7 +521,7 @@ class Core:
         for shard in self.shards.values():
             mine = [hold for hold in holds if hold.shard is shard]
             for mode in ("row", "local", "transaction"):
-                held = sum(mode == ("local" if hold.degraded else hold.mode) for hold in mine)
+                held = sum(mode == ("local" if hold.local else hold.mode) for hold in mine)
                 metrics.level(metrics.held, (shard.id, mode), held)
             metrics.level(metrics.waiters, (shard.id,), waiting[shard.id])
             metrics.level(metrics.overdue, (shard.id,), sum(hold.overdue for hold in mine))

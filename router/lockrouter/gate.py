@@ -27,7 +27,7 @@ from lockrouter.errors import LossReason, NotHeld, Overloaded, RouterClosed, Wou
 from lockrouter.protocol.effects import Waiter
 from lockrouter.session import Session
 
-__all__ = ["Gates", "Hold", "Party", "Place", "Request"]
+__all__ = ["Gates", "Group", "Hold", "Party", "Place", "Request", "StepBack"]
 
 
 class Place(enum.Enum):
@@ -60,7 +60,7 @@ class Hold:
     # The class's limit in seconds, whether passing it ends the session, and what was said of it so far.
     max_hold: float | None = None
     kill = False
-    overdue = False
+    overdue = told = False
     callbacks: tuple[Callable[[LossReason], object], ...] = ()
     # Keys of this row that were held and released inside this hold.
     seen: frozenset[bytes] = frozenset()
@@ -95,6 +95,11 @@ class Hold:
         # Per key: how many handles are open, and their token.
         self.keys: dict[bytes, list[int]] = {key: [1, base + passes]}
 
+    @property
+    def local(self) -> bool:
+        """True while the hold excludes this process only."""
+        return self.degraded and self.session is None
+
 
 class Handle(Protocol):
     """What the gates know of a caller's handle: whether it still has a hold to release."""
@@ -117,9 +122,18 @@ class Party:
         return any(hold.count for hold in self.holds)
 
 
+class Group:
+    """The requests of one call that wait at gate after gate before any of them asks the server."""
+
+
+class StepBack(Exception):
+    """Waiting would close a cycle through gates the call itself keeps others from: it leaves them and begins anew."""
+
+
 class Request:
     """One caller at a gate."""
 
+    group: Group | None = None
     waiter: Waiter | None = None
     place = Place.GONE
     shared = False
@@ -149,6 +163,11 @@ def _same_owner(holder: Hold, request: Request) -> bool:
     if request.owner is not None:
         return holder.owner == request.owner
     return holder in request.owns
+
+
+def _nodes(request: Request) -> tuple[Hold | Group, ...]:
+    """What others may wait for while this request waits."""
+    return request.owns if request.group is None else (*request.owns, request.group)
 
 
 def _wake(request: Request) -> None:
@@ -192,6 +211,13 @@ class _Gate:
             return False
         return request.shared or not (self.readers or self.reader_leads)
 
+    def in_the_way(self) -> list[Hold | Group]:
+        """Whom a waiter waits for: the holders, or the lead, where that waits at another gate."""
+        found: list[Hold | Group] = [hold for hold in self.inside() if hold.count]
+        if isinstance(self.lead, Request) and self.lead.group is not None:
+            found.append(self.lead.group)
+        return found
+
     def inside(self) -> Iterable[Hold]:
         """Who holds the row in this process."""
         return self.readers if self.holder is None else (self.holder,)
@@ -204,7 +230,8 @@ class Gates:
         self._lock = threading.Lock()
         self._gates: dict[int, _Gate] = {}
         # Which gate the owner of a hold waits at, for those who wait while they hold: the edges a cycle is made of.
-        self._waiting: dict[Hold, _Gate] = {}
+        # A group waits while it leads other gates, and is in the way there without a hold.
+        self._waiting: dict[Hold | Group, _Gate] = {}
         self._closed = False
 
     def enter(
@@ -225,6 +252,7 @@ class Gates:
 
         Raises:
             WouldDeadlock: waiting would close a cycle inside this process, or the caller's own hold is refused.
+            StepBack: the cycle goes through what the request's group leads.
             Overloaded: `max_waiters` wait already.
             RouterClosed: the gates are closed.
         """
@@ -253,15 +281,16 @@ class Gates:
                 return _BUSY
             if max_waiters is not None and len(gate.queue) >= max_waiters:
                 raise Overloaded(f"{max_waiters} callers of this process wait for the row already")
-            if request.owns:
-                self._refuse_cycle(gate, request.owns)
+            nodes = _nodes(request)
+            if nodes:
+                self._refuse_cycle(gate, nodes)
             request.waiter = Waiter()
             if gate.queue is _NOBODY:
                 gate.queue = deque()
             gate.queue.append(request)
             request.place = _QUEUED
-            for hold in request.owns:
-                self._waiting[hold] = gate
+            for node in nodes:
+                self._waiting[node] = gate
             return _QUEUED
 
     def lead(self, slot: int, caller: object) -> bool:
@@ -320,19 +349,21 @@ class Gates:
             hold.keys[key] = [1, hold.base + hold.passes]
         hold.count += 1
 
-    def _refuse_cycle(self, gate: _Gate, owns: tuple[Hold, ...]) -> None:
-        """Follow who waits for whom from `gate` on; a lead waits at the server, where no chain goes on."""
-        seen: set[Hold] = set()
-        ahead = [hold for hold in gate.inside() if hold.count]
+    def _refuse_cycle(self, gate: _Gate, owns: tuple[Hold | Group, ...]) -> None:
+        """Follow who waits for whom from `gate` on; a single lead waits at the server, where no chain goes on."""
+        seen: set[Hold | Group] = set()
+        ahead = gate.in_the_way()
         while ahead:
-            hold = ahead.pop()
-            if hold in owns:
+            node = ahead.pop()
+            if node in owns:
+                if isinstance(node, Group):
+                    raise StepBack
                 raise WouldDeadlock("waiting for this row would close a cycle of waiting inside this process")
-            if hold not in seen:
-                seen.add(hold)
-                further = self._waiting.get(hold)
+            if node not in seen:
+                seen.add(node)
+                further = self._waiting.get(node)
                 if further is not None:
-                    ahead.extend(next_one for next_one in further.inside() if next_one.count)
+                    ahead += further.in_the_way()
 
     def granted(self, request: Request, hold: Hold) -> None:
         """The server (or the outage) gave the lead its row: its hold is the holder."""
@@ -372,8 +403,8 @@ class Gates:
             return request.place
 
     def _forget_waiting(self, request: Request) -> None:
-        for hold in request.owns:
-            self._waiting.pop(hold, None)
+        for node in _nodes(request):
+            self._waiting.pop(node, None)
 
     def _advance(self, gate: _Gate, slot: int) -> None:
         """Let the head of the queue go to the server: a writer alone, readers together; forget an empty gate."""
@@ -432,6 +463,24 @@ class Gates:
         with self._lock:
             gates = [(self._gates.get(request.slot), request) for request in requests]
             return all(gate is not None and gate.own(request) is not None for gate, request in gates)
+
+    def promote(self, hold: Hold, real: Hold, party: Party) -> bool:
+        """Let a degraded hold have the row that was taken for it as `real`; False: it was released, or has one.
+
+        It is a party of its own from then on, so that the row is rolled back, and never handed over: a waiter that
+        degraded has its place at another gate, too.
+        """
+        with self._lock:
+            if not hold.count or hold.session is not None or hold.lost is not None or real.lost is not None:
+                return False
+            hold.shard, hold.lease, hold.base, hold.passes = real.shard, real.lease, real.base, 0
+            for counted in hold.keys.values():
+                counted[1] = real.base
+            party.holds.append(hold)
+            hold.party = party
+            party.session.hold = party
+            hold.session = party.session
+            return True
 
     def token_of(self, hold: Hold, key: bytes) -> int:
         """The token of a key that is held through this hold."""

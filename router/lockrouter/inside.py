@@ -8,19 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, event
-from sqlalchemy.engine import Engine
+from sqlalchemy.engine import Engine, ExceptionContext
 from sqlalchemy.pool import Pool
 
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason
 from lockrouter.gate import Hold
 from lockrouter.owners import forget
+from lockrouter.protocol.packets import IN_TRANSACTION
 
 if TYPE_CHECKING:
     from lockrouter.acquire import Ask
     from lockrouter.core import Core
 
-__all__ = ["Inside", "inside_of", "watch"]
+__all__ = ["Inside", "has_transaction", "inside_of", "watch"]
 
 _INFO = "lockrouter_held"
 
@@ -77,6 +78,7 @@ def watch(connection: Connection) -> None:
         event.listen(engine, "rollback", _on_end)
         event.listen(engine, "commit_twophase", _on_end_twophase)
         event.listen(engine, "rollback_twophase", _on_end_twophase)
+        event.listen(engine, "handle_error", _on_error)
     pool: Pool = engine.pool
     if not event.contains(pool, "checkin", _on_return):
         event.listen(pool, "checkin", _on_return)
@@ -87,6 +89,26 @@ def watch(connection: Connection) -> None:
 def _on_end(connection: Connection) -> None:
     if not connection.closed and not connection.invalidated:
         _end(connection.info)
+
+
+def _on_error(context: ExceptionContext) -> None:
+    """An error may have ended the whole transaction (a deadlock, a timeout with `innodb_rollback_on_timeout`): ask."""
+    connection = context.connection
+    if connection is None or connection.closed or connection.invalidated or _INFO not in connection.info:
+        return
+    if context.is_disconnect or not has_transaction(connection):
+        _end(connection.info)
+
+
+def has_transaction(connection: Connection) -> bool:
+    """Whether the server has a transaction open for a connection, in one round trip; True where that cannot be told."""
+    raw: Any = connection.connection.dbapi_connection
+    try:
+        connection.dialect.do_ping(raw)
+    except connection.dialect.loaded_dbapi.Error:
+        return False
+    status = getattr(raw, "server_status", None)
+    return status is None or bool(status & IN_TRANSACTION)
 
 
 def _on_end_twophase(connection: Connection, xid: object, is_prepared: bool) -> None:

@@ -17,13 +17,22 @@ from msgspec import structs
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from lockrouter.acquire import Ask, Unlocked, await_rights, judge, queue_at, refuse_frozen, require_row_mode
+from lockrouter.acquire import (
+    Ask,
+    Unlocked,
+    await_rights,
+    closed_error,
+    judge,
+    queue_at,
+    refuse_frozen,
+    require_row_mode,
+)
 from lockrouter.control import started_us
 from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import ConfigError, LockLost, LossReason, ShardError, ShardUnavailable
 from lockrouter.fencing import Target, autocommits, connection_of
 from lockrouter.gate import Hold, Place
-from lockrouter.inside import Inside, inside_of, watch
+from lockrouter.inside import Inside, has_transaction, inside_of, watch
 from lockrouter.owners import record
 from lockrouter.protocol.effects import drive
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Rows
@@ -41,6 +50,7 @@ __all__ = ["LockIn", "lock_in"]
 
 _READ_COMMITTED = ("READ-COMMITTED", "READ-UNCOMMITTED")
 _ENDED_CODES = frozenset({1020, 1213})
+_TIMEOUT = 1205
 _MARGIN = 0.005
 _HEADER = 5
 """Bytes of a packet before its statement."""
@@ -75,6 +85,8 @@ class _Seen:
     """The caller's session, as judging a grant sees one."""
 
     lease = 0
+    # True where a timeout would roll back what the transaction has done so far.
+    endangered = False
 
     def __init__(self, dialect: Dialect, incarnation: Incarnation) -> None:
         self.dialect = dialect
@@ -98,9 +110,11 @@ def lock_in(core: Core, target: Target, key: str | bytes, timeout: float | None)
         seen = _look(connection, ask.shard)
         watch(connection)
         hold = _take(ask, connection, seen)
+        inside = inside_of(connection, core)  # another one, if an error on the way ended an empty transaction
     inside.held.append((hold, raw))
     if hold not in ask.owns:
         record(hold)
+    core.limit(hold, rule)
     return LockIn(core, key, raw, ask.address, hold, inside)
 
 
@@ -128,7 +142,9 @@ def _look(connection: Connection, shard: Shard) -> _Seen:
     if connection.in_nested_transaction():
         raise ConfigError("lock_in inside a savepoint: rolling back to it may or may not free the row")
     dialect = MARIADB if getattr(connection.dialect, "is_mariadb", False) else MYSQL
-    autocommit, isolation, identity, started, database = connection.exec_driver_sql(look_around(dialect)).one()
+    autocommit, isolation, identity, started, database, rolls_back = connection.exec_driver_sql(
+        look_around(dialect)
+    ).one()
     if int(autocommit):
         raise ConfigError("lock_in needs a transaction: with autocommit the row is free again at once")
     incarnation = (_bytes(identity), started_us(_bytes(started)))
@@ -137,24 +153,18 @@ def _look(connection: Connection, shard: Shard) -> _Seen:
         raise ConfigError(f"the connection leads to another server than the primary of shard {shard.id}")
     if database != wanted:
         raise ConfigError(f"the connection's database is {database!r}; that of shard {shard.id} is {wanted!r}")
-    if isolation not in _READ_COMMITTED and _begun(connection):
+    if isolation not in _READ_COMMITTED and has_transaction(connection):
         raise ConfigError(
             f"lock_in at {isolation} must be the first statement of its transaction: a snapshot taken before the lock"
             " shows what was true before it"
         )
-    return _Seen(dialect, incarnation)
+    seen = _Seen(dialect, incarnation)
+    seen.endangered = bool(int(rolls_back)) and has_transaction(connection)
+    return seen
 
 
 def _bytes(value: object) -> bytes:
     return value if isinstance(value, bytes) else str(value).encode()
-
-
-def _begun(connection: Connection) -> bool:
-    """Whether the transaction may have a snapshot already; True where the driver does not tell."""
-    raw: Any = connection.connection.dbapi_connection
-    connection.dialect.do_ping(raw)
-    status = getattr(raw, "server_status", None)
-    return status is None or bool(status & IN_TRANSACTION)
 
 
 def _take(ask: Ask, connection: Connection, seen: _Seen) -> Hold:
@@ -195,7 +205,12 @@ def _ask(ask: Ask, connection: Connection, seen: _Seen) -> Hold:
             return outcome
         if isinstance(outcome, ShardError):
             raise outcome from error
-        if isinstance(reply, Err) and reply.code in _ENDED_CODES:
+        if outcome is Unlocked.CLOSED:
+            raise closed_error(ask)
+        if isinstance(reply, Err) and (
+            reply.code in _ENDED_CODES
+            or (reply.code == _TIMEOUT and seen.endangered and not has_transaction(connection))
+        ):
             message = f"the caller's transaction ended while it asked for the row: {reply.message}"
             raise LockLost(message, key=ask.key, reason=LossReason.TRANSACTION_ENDED) from error
         over = ask.deadline.left() <= _MARGIN or not ask.wait

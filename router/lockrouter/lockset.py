@@ -3,10 +3,12 @@
 The steps of `take_rows`:
 
 1. One request per row, in the order of the slots, which is the same in every process.
-2. Each goes through its gate; a row that is the caller's own already is counted once more.
-3. The first row of a shard is taken like any single one; the shard's later rows go out on that session.
-4. A session that is lost on the way takes its rows along: everything is given back, and the whole begins anew inside
-   the deadline. So does a deadlock, which only callers that nest single locks can cause.
+2. All gates are entered first, in that order; a row that is the caller's own already is counted once more. Where that
+   would close a cycle with callers that nest single locks, the gates are left and entered again.
+3. Then the rows, shard by shard. The first row of a shard is taken like any single one; the shard's later rows go out
+   on that session.
+4. A session that is lost on the way takes its rows along: all rows are given back and taken anew inside the deadline.
+   So they are after a deadlock, which only callers that nest single locks can cause.
 5. Nothing is handed over, to this caller or by it: a ROLLBACK frees all rows of a session.
 """
 
@@ -25,14 +27,17 @@ from lockrouter.acquire import (
     abandon,
     ask_shard,
     await_rights,
+    follow,
     lock_on,
+    outcome_of,
     queue_at,
+    read_moved_to,
     refuse_frozen,
     require_row_mode,
 )
-from lockrouter.deadline import Deadline, checked_timeout
+from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import LockLost, LossReason, MaintenanceStall, NotHeld, RouterClosed, ShardError, WouldDeadlock
-from lockrouter.gate import Hold, Party, Place
+from lockrouter.gate import Group, Hold, Party, Place, StepBack
 from lockrouter.owners import record
 from lockrouter.protocol.effects import Operation, drive
 from lockrouter.routing import encode
@@ -64,87 +69,110 @@ def take_rows(asks: Sequence[Ask]) -> Operation[None]:
     holds_some = any(core.shards.get(hold.shard.id) is hold.shard for hold in asks[0].owns)
     if holds_some and asks[0].reentrant and not core.gates.holds_all(asks):
         raise WouldDeadlock("the caller holds a row lock already, and not all of these: take them together")
-    while True:
-        parties: dict[Shard, Party] = {}
+    parties: dict[Shard, Party] = {}
+    rows: dict[Ask, Hold] = {}
+    try:
+        yield from _enter_gates(asks)
+        leads = [ask for ask in asks if ask.place is Place.LEAD]
+        while len(rows) < len(leads):
+            try:
+                yield from _lock_rows(leads, parties, rows)
+            except _Again:
+                _let_go(core, leads, parties, rows)
+                if now() >= asks[0].io_until:
+                    raise asks[0].timed_out(core.gates) from None
+        for ask, hold in rows.items():
+            core.gates.granted(ask, hold)
+    except BaseException:
+        _let_go(core, asks, parties, rows)
+        _leave_gates(core, asks)
+        raise
+
+
+def _enter_gates(asks: Sequence[Ask]) -> Operation[None]:
+    """Step 2. Nothing but gates is held meanwhile: who has a session, or a row, never waits for a gate."""
+    group = Group()
+    for ask in asks:
+        ask.group = group
+    entered = False
+    while not entered:
         try:
             for ask in asks:
-                yield from _take(ask, parties)
-            if any(hold.lost is not None for party in parties.values() for hold in party.holds):
-                raise _Again
-            return
-        except _Again:
-            _undo(asks, parties)
-            if asks[0].deadline.left() <= 0:
-                raise asks[0].timed_out(core.gates) from None
-        except BaseException:
-            _undo(asks, parties)
-            raise
+                yield from _enter(ask)
+            entered = True
+        except StepBack:
+            _leave_gates(asks[0].core, asks)
 
 
-def _undo(asks: Sequence[Ask], parties: dict[Shard, Party]) -> None:
-    """Give back every row and leave every gate, latest first; nothing here waits."""
-    core = asks[0].core
-    for shard, party in parties.items():
-        session = party.session
-        with session.mutex:
-            if session.state is State.HOLDING:
-                core.send_rollback(session, party.holds)
-        shard.pool.give_back(session)
+def _enter(ask: Ask) -> Operation[None]:
+    gates = ask.core.gates
+    place = gates.enter(ask, wait=ask.wait, reentrant=ask.reentrant, max_waiters=ask.rule.max_waiters)
+    if place is Place.QUEUED:
+        place = yield from queue_at(ask, gates, ask)
+    if place is Place.NESTED:
+        assert ask.hold is not None
+        reason = ask.core.loss_of(ask.hold)
+        if reason is not None:
+            raise LockLost("the row is held through a lock that is lost", key=ask.key, reason=reason)
+    elif place is not Place.LEAD:
+        raise ask.timed_out(gates)
+
+
+def _leave_gates(core: Core, asks: Sequence[Ask]) -> None:
+    """Leave every gate, latest first, and give back what was entered again; nothing here waits."""
     for ask in reversed(asks):
         hold, ask.hold = ask.hold, None
-        left, ask.session = ask.session, None
-        local, ask.local = ask.local, None
-        if left is not None and hold is None and all(left is not party.session for party in parties.values()):
-            left.die()
-            ask.shard.pool.give_back(left)
-        if local is not None and hold is None:
-            core.local_gates.leave(local)
         if hold is None:
             core.gates.leave_queue(ask)
         elif ask.place is Place.NESTED:
             if core.gates.uncount(hold, ask.key):
                 core.free(hold)
         else:
-            if hold.degraded:
-                core.local_gates.leave(hold)
             core.gates.leave(hold)
         ask.place = Place.GONE
 
 
-def _take(ask: Ask, parties: dict[Shard, Party]) -> Operation[None]:
-    gates = ask.core.gates
-    place = gates.enter(ask, wait=ask.wait, reentrant=ask.reentrant, max_waiters=ask.rule.max_waiters)
-    if place is Place.BUSY:
-        raise ask.timed_out(gates)
-    if place is Place.QUEUED:
-        place = yield from queue_at(ask, gates, ask)
-        if place is Place.GONE:
-            raise ask.timed_out(gates)
-    if place is Place.NESTED:
-        assert ask.hold is not None
-        if ask.core.loss_of(ask.hold) is not None:
-            reason = ask.hold.lost or LossReason.CLOSED
-            raise LockLost("the row is held through a lock that is lost", key=ask.key, reason=reason)
-        return
-    hold = yield from _lock_row(ask, parties)
-    if hold is None:
-        raise ask.timed_out(gates)
-    gates.granted(ask, hold)
+def _lock_rows(leads: Sequence[Ask], parties: dict[Shard, Party], rows: dict[Ask, Hold]) -> Operation[None]:
+    """Steps 3 and 4, in one order of shards and slots: so neither rows nor sessions are waited for in a ring."""
+    for ask in sorted(leads, key=lambda ask: (ask.shard.id, ask.slot)):
+        party = parties.get(ask.shard)
+        hold = yield from (_lock_first(ask, parties) if party is None else _lock_on_party(ask, party))
+        if hold is None:
+            raise ask.timed_out(ask.core.gates)
+        rows[ask] = hold
+    if any(hold.lost is not None for hold in rows.values()):
+        raise _Again
 
 
-def _lock_row(ask: Ask, parties: dict[Shard, Party]) -> Operation[Hold | None]:
-    party = parties.get(ask.shard)
-    if party is not None:
-        return (yield from _lock_on_party(ask, party))
+def _let_go(core: Core, asks: Sequence[Ask], parties: dict[Shard, Party], rows: dict[Ask, Hold]) -> None:
+    """Give back every row and session; nothing here waits."""
+    for shard, party in parties.items():
+        session = party.session
+        with session.mutex:
+            if session.state is State.HOLDING:
+                core.send_rollback(session, party.holds)
+        shard.pool.give_back(session)
+    for ask in asks:
+        left, ask.session = ask.session, None
+        local, ask.local = ask.local, None
+        if left is not None and all(left is not party.session for party in parties.values()):
+            left.die()
+            ask.shard.pool.give_back(left)
+        if local is not None:
+            core.local_gates.leave(local)
+    parties.clear()
+    rows.clear()
+
+
+def _lock_first(ask: Ask, parties: dict[Shard, Party]) -> Operation[Hold | None]:
     try:
         hold = yield from ask_shard(ask)
     except BaseException:
         abandon(ask)
         raise
-    if hold is None or hold.session is None:
-        return hold
-    party = parties[ask.shard] = Party(hold.session)
-    _join(party, hold)
+    if hold is not None and hold.session is not None:
+        party = parties[ask.shard] = Party(hold.session)
+        _join(party, hold)
     return hold
 
 
@@ -157,25 +185,16 @@ def _join(party: Party, hold: Hold) -> None:
 
 
 def _lock_on_party(ask: Ask, party: Party) -> Operation[Hold | None]:
-    session, shard = party.session, ask.shard
+    shard = ask.shard
     while True:
         if ask.core.closed:
             raise RouterClosed("the router was closed while waiting")
-        if not shard.breaker.closed or shard.refusal is not None:
-            raise shard.refusal_error() or shard.unready_error()
-        with session.mutex:
-            if session.state is not State.HOLDING:
-                raise _Again
-            try:
-                outcome = yield from lock_on(ask, session)
-            except Gone:
-                session.die()  # also where the reply had come, and was none
-                raise _Again from None
-            except Silent as error:
-                shard.kill(session)
-                shard.poke_control()
-                raise shard.unready_error() from error
-            session.state = State.HOLDING
+        error = shard.refusal_error()
+        if error is not None:
+            raise error
+        if not shard.breaker.closed:
+            raise _Again  # the shard's first row finds out what an outage means for this call
+        outcome = yield from _send_on_party(ask, party)
         if isinstance(outcome, Hold):
             _join(party, outcome)
             return outcome
@@ -183,15 +202,40 @@ def _lock_on_party(ask: Ask, party: Party) -> Operation[Hold | None]:
             raise outcome
         if outcome is Unlocked.BUSY:
             return None
-        if outcome is Unlocked.REPEAT:
-            raise _Again
         if outcome is Unlocked.SUSPENDED:
             yield from await_rights(ask)
+        elif outcome is Unlocked.CLOSED:
+            yield from follow(ask)
+        if outcome in (Unlocked.REPEAT, Unlocked.SUSPENDED, Unlocked.CLOSED):
             raise _Again
         if ask.deadline.left() <= 0.005:
             if outcome is Unlocked.STALLED:
                 raise MaintenanceStall("a metadata lock (ALTER, a backup) holds the lock table", shard=shard.id)
             return None
+
+
+def _send_on_party(ask: Ask, party: Party) -> Operation[Hold | Unlocked | ShardError]:
+    """One locking statement on a session that holds rows already; the background must not take it for a lost one."""
+    session, shard = party.session, ask.shard
+    with session.mutex:
+        if session.state is not State.HOLDING:
+            raise _Again
+        session.waiting = True
+        try:
+            outcome = yield from lock_on(ask, session)
+            if outcome is Unlocked.CLOSED:
+                yield from read_moved_to(ask, session)
+        except Gone:
+            session.die()  # also where the reply had come, and was none
+            raise _Again from None
+        except Silent as error:
+            shard.kill(session)
+            shard.poke_control()
+            raise shard.unready_error() from error
+        finally:
+            session.waiting = False
+        session.state = State.HOLDING
+    return outcome
 
 
 def name_keys(keys: Iterable[str | bytes]) -> dict[bytes, str | bytes]:
@@ -227,7 +271,9 @@ def lock_all(core: Core, named: dict[bytes, str | bytes], timeout: float | None,
         drive(take_rows([asks[slot] for slot in sorted(asks)]))
         for member in members.values():
             _attach(core, member, asks[member.address.slot])
-    except BaseException:
+    except BaseException as error:
+        for ask in asks.values():
+            ask.shard.stats.row.ended(outcome_of(error, ask), deadline.waited(), core.segments[ask.address.bucket])
         attached = {member.address.slot for member in members.values() if member.attached}
         for ask in asks.values():
             if ask.slot not in attached:
@@ -236,6 +282,7 @@ def lock_all(core: Core, named: dict[bytes, str | bytes], timeout: float | None,
     for ask in asks.values():
         if ask.hold is not None and ask.hold not in ask.owns:
             record(ask.hold)
+            core.limit(ask.hold, rule)
         stats = ask.shard.stats
         mode, outcome = (stats.local, "degraded") if ask.local else (stats.row, "acquired")
         mode.ended(outcome, deadline.waited(), core.segments[ask.address.bucket])
@@ -246,6 +293,7 @@ def _attach(core: Core, member: RowLock, ask: Ask) -> None:
     assert ask.hold is not None
     if encode(member.key) != ask.key:
         core.gates.add_key(ask.hold, encode(member.key))
+    member.address = ask.address
     member.attach(ask.hold, core.gates.token_of(ask.hold, encode(member.key)))
 
 
@@ -259,6 +307,8 @@ def strictest(rules: Sequence[ResolvedClass]) -> ResolvedClass:
         on_outage="refuse" if any(rule.on_outage == "refuse" for rule in rules) else "local",
         timeout=min(rule.timeout for rule in rules),
         max_waiters=min(waiters, default=None),
+        max_hold=min((rule.max_hold for rule in rules if rule.max_hold is not None), default=None),
+        kill=any(rule.kill for rule in rules),
         frozen=any(rule.frozen for rule in rules),
     )
 

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from lockrouter.acquire import as_shard_error
 from lockrouter.config import RouterConfig, load
-from lockrouter.core import Core
+from lockrouter.core import Core, Overdue
 from lockrouter.deadline import now
 from lockrouter.errors import RouterClosed
 from lockrouter.fencing import Target, fence
@@ -42,23 +42,37 @@ class LockRouter:
     nothing and works with fresh connections.
     """
 
-    def __init__(self, config: RouterConfig, *, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        registry: CollectorRegistry = REGISTRY,
+        on_overdue: Callable[[Overdue], object] | None = None,
+    ) -> None:
         """Make a router of a decoded shard file; nothing is connected yet.
 
         Args:
             config: what `load` or `parse` returned.
             registry: where the Prometheus metrics are registered.
+            on_overdue: called once for each lock that is held for longer than its class's `max_hold`, on a thread of
+                its own.
         """
-        self._core = Core(config, registry)
+        self._core = Core(config, registry, on_overdue)
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str], *, registry: CollectorRegistry = REGISTRY) -> Self:
-        """Make a router of a shard file.
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        registry: CollectorRegistry = REGISTRY,
+        on_overdue: Callable[[Overdue], object] | None = None,
+    ) -> Self:
+        """Make a router of a shard file; the other arguments are the constructor's.
 
         Raises:
             ConfigError: the file is wrong; names file, field and value.
         """
-        return cls(load(path), registry=registry)
+        return cls(load(path), registry=registry, on_overdue=on_overdue)
 
     def lock(
         self,

@@ -11,6 +11,7 @@ from lockrouter.deadline import now
 from lockrouter.errors import ConfigError, LockLost, LossReason, NotHeld, NoToken
 from lockrouter.gate import Hold
 from lockrouter.owners import forget
+from lockrouter.promotion import promote
 from lockrouter.protocol.effects import drive
 from lockrouter.session import Gone, Session, Silent, State
 
@@ -71,7 +72,7 @@ class RowLock:
 
     @property
     def degraded(self) -> bool:
-        """True, for the lock's whole life, if it was taken while excluding this process only."""
+        """True, for the lock's whole life, promoted or not, if it was taken while excluding this process only."""
         return self._held.degraded
 
     @property
@@ -79,10 +80,14 @@ class RowLock:
         """The fencing token: greater than that of every earlier exclusive holder of this key.
 
         Raises:
-            NoToken: the lock is degraded.
+            NoToken: the lock is degraded and was not promoted.
         """
-        if self._held.degraded:
-            raise NoToken("a degraded lock excludes this process only and has no token")
+        hold = self._held
+        if hold.degraded:
+            if hold.base and self.attached:
+                self._token = self._core.gates.token_of(hold, self._key)
+            if not hold.base or self._token < hold.base:
+                raise NoToken("a degraded lock excludes this process only and has no token")
         return self._token
 
     @property
@@ -101,6 +106,35 @@ class RowLock:
         if reason is not None:
             callback(reason)
 
+    def promote(self, timeout: float | None = None) -> bool:
+        """True: from now on the row itself is held, and `token` is one; a lock that was never degraded is so already.
+
+        For a degraded lock whose shard is back. What was done before stays unprotected: the lock excluded this process
+        only, and `degraded` says so for its whole life. Handles nested in it are promoted with it.
+
+        Args:
+            timeout: seconds to wait for other holders of the row; None: the default of the key's class; 0: one try.
+
+        Returns:
+            False: the row stayed busy, and the lock is as it was.
+
+        Raises:
+            NotHeld: it was released.
+            LockLost: it is lost.
+            ShardError: the shard is not back, or one of its other kinds.
+        """
+        if not self.attached:
+            raise NotHeld("the lock was released")
+        reason = self._loss()
+        if reason is not None:
+            raise self._lost_error(reason)
+        if not self._held.local:
+            return True
+        if not promote(self._core, self._held, self._key, timeout):
+            return False
+        self._token = self._core.gates.token_of(self._held, self._key)
+        return True
+
     def check(self) -> None:
         """Ask the server, in one round trip: afterwards the lock was held, on a writable primary, a moment ago.
 
@@ -115,7 +149,7 @@ class RowLock:
         if not self.attached:
             raise NotHeld("the lock was released")
         reason = self._loss()
-        if reason is None and not hold.degraded:
+        if reason is None and not hold.local:
             if hold.session is None:
                 raise ConfigError("the row is held inside a transaction of the caller's own: only that can be asked")
             reason, _ = self._core.ask_server(hold)
@@ -199,7 +233,7 @@ class RowLock:
             error.add_note(f"and the lock was lost meanwhile: {lost}")
 
     def __repr__(self) -> str:
-        state = "released" if not self.attached else "degraded" if self._hold and self._hold.degraded else "held"
+        state = "released" if not self.attached else "degraded" if self._hold and self._hold.local else "held"
         return f"<RowLock {self._core.shown(self._key)} {self.address} {state}>"
 
     def __del__(self) -> None:

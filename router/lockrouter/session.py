@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import pymysql
 from dbutils.steady_db import SteadyDBConnection
 from pymysql.connections import Connection
+from pymysql.constants import CR
 
+from lockrouter.bridge import Bridge, end
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason
 from lockrouter.protocol.effects import CALL, RECEIVE, TALK, Operation
@@ -53,8 +55,10 @@ __all__ = [
     "authenticate",
     "dial",
     "driver_error",
+    "driver_is_known",
     "login",
     "open_session",
+    "require_tls",
     "set_up",
 ]
 
@@ -66,6 +70,8 @@ Incarnation = tuple[bytes, int]
 
 
 _OK_SIZE = 11
+_CUT_SHORT = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+_KNOWN_DRIVERS = ((1, 1), (1, 2))
 
 
 class State(enum.IntEnum):
@@ -100,6 +106,11 @@ class Answered(Exception):
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"({code}) {message}")
         self.code = code
+
+
+def driver_is_known() -> bool:
+    """True where this package knows PyMySQL's insides: then it talks to the socket itself."""
+    return pymysql.VERSION[:2] in _KNOWN_DRIVERS
 
 
 def driver_error(error: BaseException) -> BaseException:
@@ -145,6 +156,8 @@ class Session:
         "sent_at",
         "state",
         "unread",
+        "until",
+        "waiting",
         "wire",
     )
 
@@ -152,12 +165,14 @@ class Session:
     # A shorter bound on one locking statement than usual, where the session's own settings demand it; 0: none.
     longest_wait = 0.0
 
-    def __init__(self, steady: Any, connection: Connection[Any], grants: Grants | None = None) -> None:
+    def __init__(
+        self, steady: Any, connection: Connection[Any], grants: Grants | None = None, wire: Wire | None = None
+    ) -> None:
         self._steady = steady
         self._reader = ReplyReader()
         self.grants = grants or Grants()
         self._on_settled: Callable[[Session], None] | None = None
-        self.wire = Wire(connection._sock)  # type: ignore[attr-defined]
+        self.wire = wire or Wire(connection._sock)  # type: ignore[attr-defined]
         self.dialect: Dialect = dialect_of(connection.server_version)  # type: ignore[attr-defined]
         self.connection_id: int = connection.thread_id()  # type: ignore[no-untyped-call]
         self.incarnation: Incarnation = (b"", 0)
@@ -172,10 +187,14 @@ class Session:
         # Whose call took it out of the pool, until it is returned: an interrupted call finds it by this.
         self.borrower: object = None
         self.interrupted = False
+        # True while a session that holds rows waits for one more.
+        self.waiting = False
         self.unread = 0
         self.fresh = True
         self.answered_at = self.safe_from = self.sent_at = now()
         self.ping_sent_at: float | None = None
+        # When the wait for the reply to the last command is over; the background sees to it, see `core`.
+        self.until = 0.0
 
     def exchange(
         self, packet: bytes, until: float, *, more: bool = False, since: float | None = None
@@ -191,6 +210,7 @@ class Session:
             Silent: no complete reply by `until`.
             Gone: the connection ended or sent what cannot be a reply.
         """
+        self.until = until
         self.state = _BUSY
         answered = False
         try:
@@ -234,11 +254,14 @@ class Session:
         Raises:
             Silent, Gone: as `exchange`.
         """
+        self.until = until
         self.state = _BUSY
         self.sent_at = at
         try:
             data = self.wire.talk(packet, until, _OK_SIZE + 1 if self.unread == 1 else 1, at)
             if not data:
+                if now() > until:
+                    raise TimeoutError("no reply")  # ended by the background, where signals kept the wait alive
                 raise Gone("the server closed the connection")
             if self._reader.data:
                 self._reader.feed(data)
@@ -378,6 +401,9 @@ class Session:
             self.state = _IDLE
         return True
 
+    def attend(self) -> None:
+        """Called for a held session, often, by the background: nothing, where pings and the clock tell all."""
+
     def send_ping(self) -> bool:
         """Ask a held session for a sign of life, to be read by `drain`; under `mutex`. False: dead."""
         sent_at = now()
@@ -416,6 +442,9 @@ class Session:
 
     def interrupt(self) -> bool:
         """End the stream under a caller that waits for its row; that one closes the session. False: nobody waits."""
+        if self.waiting:
+            self.wire.interrupt()  # its mutex is held as long as it waits
+            return True
         if not self.mutex.acquire(blocking=False):
             return False
         try:
@@ -492,21 +521,93 @@ def login(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None) -> dic
     }
 
 
-def authenticate(connection: Connection[Any], endpoint: Endpoint, seconds: float) -> None:
-    """Connect and log in within about `seconds`, blocking.
+def require_tls(connection: Connection[Any], tls: ssl.SSLContext | None) -> None:
+    """Refuse a connection that is not encrypted though that was asked for: not every PyMySQL does.
+
+    Raises:
+        Answered: it is not.
+    """
+    sock: Any = connection._sock  # type: ignore[attr-defined]
+    if tls is not None and not isinstance(sock, ssl.SSLSocket) and sock.family != socket.AF_UNIX:
+        connection._force_close()  # type: ignore[attr-defined]
+        raise Answered(0, "the server does not speak TLS")
+
+
+def patient_login(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None) -> dict[str, Any]:
+    """As `login`, for a connection that PyMySQL itself goes on to use: values stay text, reads have no bound of its."""
+    return {**login(endpoint, seconds, tls), "conv": {}, "read_timeout": None, "write_timeout": None}
+
+
+def _authenticate_unknown(
+    connection: Connection[Any], endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None
+) -> socket.socket | None:
+    """As `authenticate`, for a PyMySQL whose insides are not known; the bound ends the stream from outside.
+
+    Returns:
+        A socket of one's own for the same connection, where one can be had.
+    """
+    line: socket.socket | None = None
+    late = threading.Event()
+    try:
+        sock = _plain_socket(endpoint, seconds)
+        line = sock.dup() if sock is not None else None
+
+        def give_up() -> None:
+            late.set()
+            end(line)
+
+        timer = threading.Timer(max(0.001, seconds), give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            authenticate(connection, endpoint, seconds, sock)
+        finally:
+            timer.cancel()
+        inside = getattr(connection, "_sock", None)
+        if line is None and isinstance(inside, socket.socket):
+            line = inside.dup()
+        if line is not None:
+            line.settimeout(None)
+        if tls is not None and endpoint.unix_socket is None:
+            with connection.cursor() as cursor:
+                cursor.execute("SHOW SESSION STATUS LIKE 'Ssl_cipher'")
+                if not any(row[1] for row in cursor.fetchall()):
+                    raise Answered(0, "the server does not speak TLS")
+        return line
+    except BaseException as error:
+        if line is not None:
+            line.close()
+        if late.is_set() and not isinstance(error, Silent):
+            raise Silent(f"no connection within {seconds:.3f} s") from error
+        if isinstance(error, TimeoutError):
+            raise Silent(f"no connection within {seconds:.3f} s") from error
+        if isinstance(error, OSError):
+            raise Gone(str(error)) from error
+        raise
+
+
+def authenticate(
+    connection: Connection[Any], endpoint: Endpoint, seconds: float, sock: socket.socket | None = None
+) -> None:
+    """Connect, unless a connected socket is given, and log in within about `seconds`, blocking.
 
     Raises:
         Answered, Gone: as `dial`.
     """
     bound = max(0.001, seconds)
     try:
-        connection.connect(_plain_socket(endpoint, bound))
+        connection.connect(sock or _plain_socket(endpoint, bound))
     except pymysql.MySQLError as error:
         code = error.args[0] if error.args and isinstance(error.args[0], int) else 0
         text = str(error.args[1]) if len(error.args) > 1 else str(error)
+        cause = getattr(error, "original_exception", None)
+        if code == CR.CR_SSL_CONNECTION_ERROR or (
+            isinstance(cause, ssl.SSLError) and not isinstance(cause, _CUT_SHORT)
+        ):
+            raise Answered(0, text) from error  # it is there, and may be granting to others
         if 1000 <= code < 2000 or 3000 <= code < 4000:
             raise Answered(code, text) from error
-        if isinstance(getattr(error, "original_exception", None), TimeoutError) or "timed out" in text:
+        if isinstance(cause, TimeoutError) or "timed out" in text:
             raise Silent(text) from error
         raise Gone(text) from error
     except TimeoutError as error:
@@ -528,10 +629,14 @@ def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, grants:
         failures=(_NeverRaised,),
         ping=0,
         closeable=True,
-        **login(endpoint, seconds, tls),
+        **(login(endpoint, seconds, tls) if driver_is_known() else patient_login(endpoint, seconds, tls)),
     )
     connection = steady._con
+    if not driver_is_known():
+        line = _authenticate_unknown(connection, endpoint, seconds, tls)
+        return Session(None, connection, grants, Bridge(connection, line, steady))
     authenticate(connection, endpoint, seconds)
+    require_tls(connection, tls)
     session = Session(steady, connection, grants)
     # The socket is this module's now: PyMySQL's reader must not take bytes, its finaliser must not send any.
     connection._rfile, connection._sock, connection._closed = None, None, True

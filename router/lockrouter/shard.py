@@ -150,7 +150,9 @@ class Shard:
     def _open_for_transactions(self, until: float) -> Operation[Session]:
         """Open a session that can be lent to a caller's transaction."""
         seconds = min(self.config.pool.connect_timeout, until - now())
-        session = yield from open_lent(self.endpoint, seconds, self._tls, self.config.transaction, self._answers)
+        session = yield from open_lent(
+            self.endpoint, seconds, self._tls, self.config.transaction, self._answers, self._ask_about
+        )
         yield from self._recognise(session, seconds)
         if self.engine is None and self.prepare is not None:
             prepare = self.prepare
@@ -161,6 +163,10 @@ class Shard:
                 session.die()
                 raise
         return session
+
+    def _ask_about(self, session: LentSession) -> None:
+        self.keeper.doubts.append(session)
+        self.poke_control()
 
     def _answers(self) -> bool:
         return self.breaker.closed or self.breaker.refusal is not None

@@ -18,6 +18,7 @@ from lockrouter.acquire import (
     Ask,
     Sent,
     abandon,
+    outcome_of,
     require_row_mode,
     take_row,
 )
@@ -77,14 +78,11 @@ def _take_slowly(key: str | bytes, ask: Ask, confirm: bool, required: bool) -> R
     try:
         handle = RowLock(core, key, ask.key, ask.address, confirm)
         hold = drive(take_row(ask))
+        handle.address = ask.address  # where it was found, if the bucket has moved
         if hold is not None:
             handle.attach(hold, core.gates.token_of(hold, ask.key))
-    except LockTimeout:
-        stats.row.ended("timeout", deadline.waited(), segment)
-        raise
-    except (Overloaded, ShardError) as error:
-        refused = isinstance(error, Overloaded) or not ask.shard.breaker.closed
-        stats.row.ended("refused" if refused else "error", deadline.waited(), segment)
+    except (LockTimeout, Overloaded, ShardError) as error:
+        stats.row.ended(outcome_of(error, ask), deadline.waited(), segment)
         raise
     except BaseException:
         abandon(ask)
@@ -98,11 +96,10 @@ def _take_slowly(key: str | bytes, ask: Ask, confirm: bool, required: bool) -> R
         if required:
             raise ask.timed_out(core.gates)
         return None
-    if rule.max_hold is not None:
-        hold.max_hold, hold.kill = rule.max_hold, rule.kill
+    core.limit(hold, rule)
     if hold.thing is ask.thing and hold not in ask.owns:
         record(hold)
-    if hold.degraded:
+    if hold.local:
         stats.local.ended("degraded", deadline.waited(), segment)
     else:
         stats.row.ended("acquired", deadline.waited(), segment)
@@ -168,7 +165,7 @@ def _take_now(
                 early, hold = error, None
             if hold is not None:
                 if rule.max_hold is not None:
-                    hold.max_hold, hold.kill = rule.max_hold, rule.kill
+                    core.limit(hold, rule)
                 if shard.breaker.in_a_row:
                     shard.breaker.answered()
                 core.gates.settle(slot, hold)

@@ -248,7 +248,8 @@ class Transaction:
         session, raw = self._session, self._raw
         lost = self.lost
         raw.ending = True
-        abandoned = session.state is State.DEAD and raw.busy
+        # The server may not learn that the connection has ended: it is told through another one.
+        abandoned = (session.state is State.DEAD and raw.busy) or self.reason() is LossReason.SILENT
         raw.take_back()
         try:
             if self._connection is not None:

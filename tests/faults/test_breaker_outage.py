@@ -9,10 +9,19 @@ from typing import Any
 
 import pytest
 
-from lockrouter import LockLost, LockRouter, LockTimeout, NotHeld, NoToken, ShardUnavailable, WouldDeadlock
+from lockrouter import (
+    LockLost,
+    LockRouter,
+    LockTimeout,
+    LossReason,
+    NotHeld,
+    NoToken,
+    ShardUnavailable,
+    WouldDeadlock,
+)
 from lockrouter.config import KeyClass
 from lockrouter.testing.cluster import Cluster
-from tests.support.observe import Routers, eventually, in_thread, keys_on, soon_enough
+from tests.support.observe import Routers, eventually, in_thread, keys_on, sharing_row, soon_enough
 from tests.support.proxy import Cut, Proxy
 
 pytestmark = pytest.mark.server
@@ -21,14 +30,6 @@ SHARD = 0
 NAME = f"shard-{SHARD}"
 REFUSE = KeyClass(prefix="strict:", on_outage="refuse")
 QUICK = {"failures": 3, "probe_after": 0.3, "retry_delay": 0.05}
-
-
-@pytest.fixture
-def routers(cluster: Cluster) -> Iterator[Routers]:
-    """Routers on the session's cluster; its own servers stay up, what fails is the way to them."""
-    kept = Routers(cluster)
-    yield kept
-    kept.finish()
 
 
 @pytest.fixture
@@ -86,11 +87,6 @@ def local_key(router: LockRouter) -> str:
 
 def strict_key(router: LockRouter) -> str:
     return keys_on(router, SHARD, prefix="strict")[0]
-
-
-def sharing_row(router: LockRouter, key: str) -> str:
-    slot = router.route(key).slot
-    return next(found for number in range(10_000_000) if router.route(found := f"local:twin:{number}").slot == slot)
 
 
 def elsewhere(call: Callable[[], Any]) -> Any:
@@ -299,6 +295,119 @@ def test_a_degraded_lock_stays_one_when_the_shard_is_back(router: LockRouter, pr
     got.release()
     with pytest.raises(NotHeld):
         held.release()
+    real(router, key)
+
+
+def test_promotion_takes_the_row_and_a_token(
+    make: Callable[..., LockRouter], router: LockRouter, proxy: Proxy, routers: Routers
+) -> None:
+    outside = routers.make()
+    key, twin = local_key(router), sharing_row(router, local_key(router))
+    with outside.lock(key, timeout=5.0) as before:
+        pass
+    take_down(proxy, router)
+    held = router.lock(key, timeout=5.0)
+    nested = router.lock(twin, timeout=0)
+    reasons: list[LossReason] = []
+    held.on_lost(reasons.append)
+    for timeout in (0, 0.3):
+        with pytest.raises(ShardUnavailable):
+            held.promote(timeout=timeout)
+    assert routers.held(router, SHARD, "local") == 1
+    bring_up(proxy, router)
+    waiter = in_thread(lambda: router.lock(key, timeout=30.0))
+    assert held.promote(timeout=5.0)
+    assert held.promote(timeout=0), "again: nothing to do"
+    assert held.degraded and nested.degraded, "for their whole life"
+    assert held.token > before.token
+    assert nested.token == held.token
+    assert nested.promote()
+    held.check()
+    assert outside.try_lock(key) is None
+    assert (routers.held(router, SHARD, "local"), routers.held(router, SHARD, "row")) == (0, 1)
+    with router.lock(key, timeout=0) as inner:
+        assert inner.token == held.token
+    nested.release()
+    assert outside.try_lock(key) is None
+    token = held.token
+    held.release(confirm=True)
+    assert held.token == token
+    got = waiter.result()
+    assert got.token > token
+    got.release()
+    with pytest.raises(NotHeld):
+        held.promote()
+    assert not reasons
+    count = {"shard": NAME, "mode": "row"}
+    assert routers.metric(router, "lockrouter_hold_seconds_count", **count) == 3, "the first, the promoted, the waiter"
+    assert routers.metric(router, "lockrouter_hold_seconds_count", shard=NAME, mode="local") == 1
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["exclusive", "shared"])
+def test_promotion_of_a_busy_row_changes_nothing(
+    make: Callable[..., LockRouter], router: LockRouter, proxy: Proxy, routers: Routers, shared: bool
+) -> None:
+    outside = routers.make()
+    key = local_key(router)
+    take_down(proxy, router)
+    held = router.lock(key, timeout=5.0, shared=shared)
+    bring_up(proxy, router)
+    with outside.lock(key, timeout=5.0):
+        assert not held.promote(timeout=0)
+        soon_enough(0.3, lambda: held.promote(timeout=0.2))
+        with pytest.raises(NoToken):
+            _ = held.token
+        assert elsewhere(lambda: router.try_lock(key)) is None
+    assert held.promote(timeout=5.0)
+    reader = outside.try_lock(key, shared=True)
+    assert (reader is not None) is shared
+    if reader is not None:
+        reader.release()
+    held.release(confirm=True)
+    outcomes = [
+        routers.metric(router, "lockrouter_acquires_total", shard=NAME, mode="row", outcome=outcome)
+        for outcome in ("busy", "timeout", "acquired")
+    ]
+    assert outcomes[0] >= 1 and outcomes[1] >= 1 and outcomes[2] == 2
+    real(router, key)
+
+
+def test_a_promoted_lock_can_be_lost_dropped_and_released_meanwhile(
+    router: LockRouter, proxy: Proxy, routers: Routers
+) -> None:
+    outside, server = routers.make(), routers.observers[SHARD]
+    key = local_key(router)
+    take_down(proxy, router)
+    held = router.lock(key, timeout=5.0)
+    bring_up(proxy, router)
+    reasons: list[LossReason] = []
+    held.on_lost(reasons.append)
+    assert held.promote(timeout=5.0)
+    server.kill(eventually(server.holders)[0])
+    eventually(lambda: held.lost)
+    assert eventually(lambda: reasons) == [LossReason.CLOSED]
+    with pytest.raises(LockLost):
+        held.promote()
+    with pytest.raises(LockLost):
+        held.release()
+    lost = routers.metric(router, "lockrouter_lost_total", shard=NAME, mode="row", reason="closed")
+    assert lost == 1, "as what it was when it was lost"
+    take_down(proxy, router)
+    held = router.lock(key, timeout=5.0)
+    bring_up(proxy, router)
+    with outside.lock(key, timeout=5.0):
+        promoting = in_thread(lambda: held.promote(timeout=30.0))
+        server.await_waiters()
+        held.release()
+    with pytest.raises(NotHeld):
+        promoting.result()
+    routers.quiet()
+    take_down(proxy, router)
+    dropped = [router.lock(key, timeout=5.0)]
+    bring_up(proxy, router)
+    assert dropped[0].promote(timeout=5.0)
+    with pytest.warns(ResourceWarning):
+        dropped.clear()
     real(router, key)
 
 

@@ -43,14 +43,6 @@ NEVER = {"failures": 10_000}
 
 
 @pytest.fixture
-def routers(cluster: Cluster) -> Iterator[Routers]:
-    """Routers on the session's cluster, whose shard file says "local"; whoever breaks a server mends it."""
-    kept = Routers(cluster)
-    yield kept
-    kept.finish()
-
-
-@pytest.fixture
 def server(routers: Routers) -> Observer:
     """The server that gets broken."""
     return routers.observers[SHARD]

@@ -13,28 +13,11 @@ from typer.testing import CliRunner
 from lockrouter import ConfigError, InvalidKey, LockRouter, Stale
 from lockrouter.cli import app
 from lockrouter.testing.cluster import Cluster
-from tests.support.observe import Observer, Routers, in_thread, keys_on
+from tests.support.observe import Observer, in_thread, keys_on
 
 pytestmark = pytest.mark.server
 
 DATABASE = "protected_by_fence"
-
-
-@pytest.fixture
-def routers(cluster: Cluster) -> Iterator[Routers]:
-    kept = Routers(cluster)
-    yield kept
-    kept.finish()
-
-
-@pytest.fixture
-def router(routers: Routers) -> LockRouter:
-    return routers.make()
-
-
-@pytest.fixture
-def server(routers: Routers) -> Observer:
-    return routers.observers[0]
 
 
 @pytest.fixture

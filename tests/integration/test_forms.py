@@ -4,49 +4,17 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from lockrouter import InvalidKey, LockRouter, LockSet, LockTimeout, LossReason, NotHeld, WouldDeadlock
+from lockrouter import InvalidKey, LockRouter, LockSet, LockTimeout, LossReason, NotHeld, Overdue, WouldDeadlock
 from lockrouter.config import KeyClass
 from lockrouter.errors import LockLost
 from lockrouter.testing.cluster import Cluster
-from tests.support.observe import Observer, Routers, eventually, in_thread, keys_on
+from tests.support.observe import Observer, Routers, eventually, in_thread, keys_on, sharing_row
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def routers(cluster: Cluster) -> Iterator[Routers]:
-    """Routers on the session's cluster; the test ends with the proof that nothing of them is left."""
-    kept = Routers(cluster)
-    yield kept
-    kept.finish()
-
-
-@pytest.fixture
-def router(routers: Routers) -> LockRouter:
-    """A router as the shard file describes it."""
-    return routers.make()
-
-
-@pytest.fixture
-def other(routers: Routers) -> LockRouter:
-    """A second router, which to the first one is what another process is."""
-    return routers.make()
-
-
-@pytest.fixture
-def server(routers: Routers) -> Observer:
-    """The server of shard-0."""
-    return routers.observers[0]
-
-
-def sharing_row(router: LockRouter, key: str) -> str:
-    """Another key of the same row."""
-    slot = router.route(key).slot
-    return next(name for number in range(10**7) if router.route(name := f"share-{number}").slot == slot)
 
 
 # -- shared -------------------------------------------------------------------------------------------------------
@@ -136,6 +104,36 @@ def test_a_class_without_kill_only_warns(routers: Routers, caplog: pytest.LogCap
         eventually(lambda: routers.metric(router, "lockrouter_overdue", shard=shard) == 1)
         assert "is held for" in caplog.text
     assert routers.metric(router, "lockrouter_overdue", shard=shard) == 0
+
+
+def test_who_holds_for_too_long_is_reported_once(routers: Routers, cluster: Cluster) -> None:
+    """Every way of holding counts; the callback has a thread of its own."""
+    told: list[Overdue] = []
+    threads: list[str] = []
+
+    def tell(overdue: Overdue) -> None:
+        told.append(overdue)
+        threads.append(threading.current_thread().name)
+
+    registry = CollectorRegistry()
+    config = routers.configure(classes=(KeyClass("slow:", max_hold=0.3), KeyClass("shot:", max_hold=0.3, kill=True)))
+    with LockRouter(config, registry=registry, on_overdue=tell) as router:
+        key, shot = keys_on(router, 0, prefix="slow")[0], keys_on(router, 0, prefix="shot")[0]
+        with router.lock(key) as held:
+            eventually(lambda: told)
+            assert not held.lost
+            assert told == [Overdue(key.encode(), router.route(key), told[0].held_for, told[0].holder, False)]
+            assert told[0].held_for > 0.3
+            assert "MainThread" in told[0].holder
+            several = router.lock_all([key])
+            with pytest.raises(LockLost), router.transaction(shot) as connection:
+                eventually(lambda: connection.info["lock"].lost)
+            several.release()
+            assert eventually(lambda: told[1:])[0].killed
+        both = router.lock_all([*keys_on(router, 0, 2, prefix="slow"), shot])
+        with pytest.raises(LockLost), both:
+            eventually(lambda: both.lost)
+        assert threads == ["lockrouter-on-overdue"] * len(told)
 
 
 # -- several rows -------------------------------------------------------------------------------------------------

@@ -5,35 +5,21 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from lockrouter import ConfigError, LockIn, LockLost, LockRouter, LockTimeout, WouldDeadlock
+from lockrouter import ConfigError, LockIn, LockLost, LockRouter, LockTimeout, LossReason, WouldDeadlock
+from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
 from tests.support.accounts import Accounts, balance, engine_of, pay
 from tests.support.observe import Observer, Routers, eventually, in_thread, keys_on
+from tests.support.servers import provision
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def routers(cluster: Cluster) -> Iterator[Routers]:
-    kept = Routers(cluster)
-    yield kept
-    kept.finish()
-
-
-@pytest.fixture
-def router(routers: Routers) -> LockRouter:
-    return routers.make()
-
-
-@pytest.fixture
-def server(routers: Routers) -> Observer:
-    return routers.observers[0]
 
 
 @pytest.fixture
@@ -260,3 +246,81 @@ def test_after_a_fork_or_a_closed_router(routers: Routers, engine: Engine) -> No
         router.close()
         assert held.lost
         connection.rollback()
+
+
+def test_an_error_that_ends_the_transaction_ends_the_lock(
+    router: LockRouter, server: Observer, engine: Engine, key: str
+) -> None:
+    """A deadlock rolls the whole transaction back, the lock's row included, whoever swallows the error."""
+    with engine.connect() as connection, engine.connect() as victor:
+        held = router.lock_in(connection, key)
+        pay(victor, 1, 1)
+        pay(victor, 2, 1)
+        pay(victor, 3, 1)
+        pay(connection, 0, -5)
+        with pytest.raises(DBAPIError, match="syntax"):
+            connection.execute(text("SELECT nonsense FROM FROM"))
+        assert not held.lost, "an error of the statement alone"
+        thread = in_thread(lambda: pay(victor, 0, 1))
+        server_waits(server)
+        with pytest.raises(DBAPIError, match="1213"):
+            pay(connection, 1, 5)
+        thread.result()
+        victor.rollback()
+        assert held.lost
+        assert token_of(router, key) > held.token
+        connection.rollback()
+        again = router.lock_in(connection, key)
+        assert not again.lost
+        connection.commit()
+    assert is_free(router, key)
+
+
+def server_waits(server: Observer) -> None:
+    eventually(server.waiters)
+
+
+@pytest.fixture
+def harsh(vendor: Vendor, tmp_path: Path) -> Iterator[Cluster]:
+    """One server that rolls a whole transaction back when one of its statements has waited too long for a row."""
+    with Cluster.up(tmp_path / "harsh", 1, vendor, options={"innodb-rollback-on-timeout": True}) as cluster:
+        provision(cluster)
+        yield cluster
+
+
+def test_a_timeout_that_rolls_the_transaction_back_is_a_loss(harsh: Cluster) -> None:
+    """Neither "held", nor a mere timeout: what the transaction did before is gone, and so are its other rows."""
+    kept = Routers(harsh)
+    accounts = Accounts(kept.observers[0])
+    engine = engine_of(kept.config, 0, isolation_level="READ COMMITTED")
+    try:
+        router, other = kept.make(), kept.make()
+        busy, mine, third = keys_on(router, 0, 3, prefix="harsh")
+        with other.lock(busy, timeout=5.0), engine.connect() as connection:
+            connection.execute(text("SET SESSION innodb_lock_wait_timeout = 1"))
+            connection.commit()
+            held = router.lock_in(connection, mine)
+            pay(connection, 0, -10)
+            with pytest.raises(LockLost) as caught:
+                router.lock_in(connection, busy, timeout=8.0)
+            assert caught.value.reason is LossReason.TRANSACTION_ENDED
+            assert held.lost, "with the transaction went its other rows"
+            assert token_of(router, mine) > held.token
+            connection.rollback()
+            with pytest.raises(LockTimeout):
+                router.lock_in(connection, busy, timeout=2.5)  # first statement of its transaction: nothing was lost
+            connection.rollback()
+            pay(connection, 0, -10)
+            held = router.lock_in(connection, third)
+            with pytest.raises((LockLost, LockTimeout)) as either:
+                router.lock_in(connection, busy, timeout=0)
+            assert held.lost is isinstance(either.value, LockLost), "which of the two, the server's own error decides"
+            connection.rollback()
+            assert accounts.balances() == [100] * 4
+        with engine.begin() as connection:
+            assert not router.lock_in(connection, busy, timeout=5.0).lost
+        kept.quiet()
+    finally:
+        engine.dispose()
+        accounts.drop()
+        kept.finish()

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -40,46 +40,14 @@ from lockrouter import (
 )
 from lockrouter.config import KeyClass
 from lockrouter.testing.cluster import Cluster
-from tests.support.observe import Observer, Routers, eventually, in_thread, keys_on, soon_enough
+from tests.support.observe import Observer, Routers, eventually, in_thread, keys_on, sharing_row, soon_enough
 
 pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def routers(cluster: Cluster) -> Iterator[Routers]:
-    """Routers on the session's cluster; the test ends with the proof that nothing of them is left."""
-    kept = Routers(cluster)
-    yield kept
-    kept.finish()
-
-
-@pytest.fixture
-def router(routers: Routers) -> LockRouter:
-    """A router as the shard file describes it."""
-    return routers.make()
-
-
-@pytest.fixture
-def other(routers: Routers) -> LockRouter:
-    """A second router, which to the first one is what another process is."""
-    return routers.make()
-
-
-@pytest.fixture
-def server(routers: Routers) -> Observer:
-    """The server of shard-0."""
-    return routers.observers[0]
 
 
 def elsewhere(call: Callable[[], Any]) -> Any:
     """What the call gives in another thread."""
     return in_thread(call).result()
-
-
-def sharing_row(router: LockRouter, key: str) -> str:
-    """Another key of the same row."""
-    slot = router.route(key).slot
-    return next(found for number in range(10_000_000) if router.route(found := f"twin:{number}").slot == slot)
 
 
 def free_for(router: LockRouter, key: str | bytes) -> bool:

@@ -46,18 +46,6 @@ class Account(Base):
 
 
 @pytest.fixture
-def routers(cluster: Cluster) -> Iterator[Routers]:
-    kept = Routers(cluster)
-    yield kept
-    kept.finish()
-
-
-@pytest.fixture
-def server(routers: Routers) -> Observer:
-    return routers.observers[0]
-
-
-@pytest.fixture
 def accounts(server: Observer) -> Iterator[Accounts]:
     made = Accounts(server)
     yield made
@@ -592,6 +580,53 @@ def test_a_lost_reply_to_commit_is_an_unknown_outcome(far: LockRouter, accounts:
     assert raised.value.shard == "shard-0"
     assert accounts.sum() == accounts.total
     assert eventually(lambda: free(far, key))
+
+
+@pytest.mark.parametrize("way", list(Way), ids=lambda way: way.value)
+def test_a_statement_that_is_lost_while_everything_else_goes_on(
+    routers: Routers, accounts: Accounts, proxy: Proxy, way: Way
+) -> None:
+    """Its request never arrives, or its reply never comes, and no side learns of it; the shard answers all others."""
+    far, other = routers.make(ports={0: proxy.port}, transaction={"idle": 6}), routers.make()
+    key = keys_on(far, 0)[0]
+    other.warm()
+    told: list[tuple[LossReason, float]] = []
+
+    def take() -> float:
+        with other.lock(key, timeout=30.0):
+            return time.monotonic()
+
+    with pytest.raises(LockLost), far.transaction(key, timeout=5.0) as connection:
+        lock_of(connection).on_lost(lambda reason: told.append((reason, time.monotonic())))
+        assert balance(connection, 0) == 100
+        rule = proxy.add(Rule(way, 0, Cut.STALL, marker=b"UPDATE account"))
+        taking = in_thread(take)
+        routers.observers[0].await_waiters()
+        began = time.monotonic()
+        with pytest.raises((DBAPIError, LockLost)):
+            pay(connection, 0, -10)
+        assert rule.met.is_set()
+        assert time.monotonic() - began < 5.0, "before the server, too, has had enough"
+        assert lock_of(connection).lost
+    assert eventually(lambda: told)[0][0] is LossReason.SILENT
+    assert told[0][1] < taking.result() < began + 5.5, "freed by a KILL, and not before its holder was told"
+    assert accounts.balances()[0] == 100
+    assert far.health()["shard-0"]["breaker"] == "closed"
+    proxy.accept()
+    with far.transaction(key, timeout=5.0) as connection:
+        pay(connection, 0, -10)
+
+
+def test_a_long_statement_behind_a_working_connection_is_waited_for(routers: Routers, accounts: Accounts) -> None:
+    """However often the server is asked about it, and also where it began just before the idle bound."""
+    router = routers.make(transaction={"idle": 2})
+    with router.transaction(keys_on(router, 0)[0], timeout=5.0) as connection:
+        pay(connection, 0, -10)
+        time.sleep(1.35)
+        execute(connection, "SELECT SLEEP(3)")
+        assert not lock_of(connection).lost
+        pay(connection, 1, 10)
+    assert accounts.balances()[:2] == [90, 110]
 
 
 @pytest.mark.parametrize("lose", [lose_reply, lose_request])

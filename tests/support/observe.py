@@ -18,7 +18,7 @@ from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
 from lockrouter.testing.shardfiles import APPLICATION
 
-__all__ = ["Observer", "Routers", "Seen", "elapsed", "eventually", "in_thread", "keys_on", "soon_enough"]
+__all__ = ["Observer", "Routers", "Seen", "elapsed", "eventually", "in_thread", "keys_on", "sharing_row", "soon_enough"]
 
 T = TypeVar("T")
 
@@ -159,6 +159,8 @@ class Routers:
         *,
         ports: Mapping[int, int] | None = None,
         password: str | None = None,
+        tls_ca: str | None = None,
+        unix: bool = False,
         classes: tuple[KeyClass, ...] = (),
         router: Mapping[str, Any] | None = None,
         pool: Mapping[str, Any] | None = None,
@@ -174,7 +176,10 @@ class Routers:
             )
             if password is not None:
                 url = url.replace(url.split("@")[0].rsplit(":", 1)[1] + "@", f"{password}@")
-            shards.append(replace(shard, url=url))
+            if unix:
+                url = url.replace(f"127.0.0.1:{self.cluster.port(index)}", "localhost")
+                url += f"?unix_socket={self.cluster.socket(index)}"
+            shards.append(replace(shard, url=url, tls_ca=tls_ca))
         return replace(
             config,
             shards=tuple(shards),
@@ -305,6 +310,13 @@ def keys_on(router: LockRouter, index: int, count: int = 1, *, prefix: str = "ke
             if len(found) == count:
                 return list(found.values())
     raise AssertionError("no such keys")
+
+
+def sharing_row(router: LockRouter, key: str) -> str:
+    """Another key of the same row."""
+    slot = router.route(key).slot
+    prefix = key.partition(":")[0]
+    return next(found for number in range(10**7) if router.route(found := f"{prefix}:twin:{number}").slot == slot)
 
 
 class in_thread(threading.Thread):  # noqa: N801 - used like a function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,10 @@ class Shards:
         return msgspec.structs.replace(config, topology=msgspec.structs.replace(config.topology, epoch=epoch))
 
 
-def make(cluster: Cluster, folder: Path, prefix: str, tables: int, buckets: int, rows: int) -> Shards:
-    """The files of a topology; its databases do not exist yet."""
+def make(
+    cluster: Cluster, folder: Path, prefix: str, tables: int, buckets: int, rows: int, *, turns: bool = False
+) -> Shards:
+    """The files of a topology; its databases do not exist yet. With `turns` the shards own every second bucket each."""
     shape = f'name = "t"\nepoch = 3\ntables = {tables}\nbuckets = {buckets}\nrows_per_bucket = {rows}\n'
     paths = []
     for original in (cluster.shards_file, cluster.admin_file):
@@ -87,7 +90,8 @@ def make(cluster: Cluster, folder: Path, prefix: str, tables: int, buckets: int,
             database = config.endpoints(shard)[0].database
             url = shard.url.removesuffix(database) + f"{prefix}_{index}"
             share = f"{buckets // 2 * index}-{buckets // 2 * (index + 1) - 1}"
-            text += f'[[shard]]\nid = "s{index}"\nurl = "{url}"\nbuckets = ["{share}"]\n'
+            owned = [str(bucket) for bucket in range(index, buckets, 2)] if turns else [share]
+            text += f'[[shard]]\nid = "s{index}"\nurl = "{url}"\nbuckets = {json.dumps(owned)}\n'
         paths.append(folder / f"{prefix}-{Path(original).name}")
         paths[-1].write_text(text, "utf-8")
     shards = Shards(cluster, paths[0], paths[1], (f"{prefix}_0", f"{prefix}_1"))

@@ -10,7 +10,7 @@ import pytest
 
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason, Overloaded, RouterClosed, WouldDeadlock
-from lockrouter.gate import Gates, Hold, Place, Request
+from lockrouter.gate import Gates, Group, Hold, Place, Request, StepBack
 from lockrouter.session import Session
 
 
@@ -433,6 +433,48 @@ def test_a_ring_of_any_size_is_refused(gates: Gates, size: int) -> None:
         caller.queue(slot + 1)
     with pytest.raises(WouldDeadlock):
         callers[-1].enter(0)
+
+
+def test_a_ring_through_gates_that_a_group_leads_is_refused_to_who_nests(gates: Gates) -> None:
+    several, nesting = Caller(gates), Caller(gates)
+    nesting.take(2)
+    group = Group()
+    lead, behind = several.ask(1), several.ask(2)
+    lead.group = behind.group = group
+    assert gates.enter(lead, wait=True) is Place.LEAD
+    assert gates.enter(behind, wait=True) is Place.QUEUED
+    with pytest.raises(WouldDeadlock):
+        nesting.enter(1)
+    assert gates.leave_queue(behind) is gates.leave_queue(lead) is Place.GONE
+    assert nesting.enter(1)[1] is Place.LEAD, "a group that has left is in nobody's way"
+
+
+def test_a_group_that_would_close_a_ring_steps_back_and_lets_the_other_go_first(gates: Gates) -> None:
+    several, nesting = Caller(gates), Caller(gates)
+    hold = nesting.take(2)
+    lead, behind = several.ask(1), several.ask(2)
+    lead.group = behind.group = Group()
+    assert gates.enter(lead, wait=True) is Place.LEAD
+    waiting = nesting.queue(1)
+    with pytest.raises(StepBack):
+        gates.enter(behind, wait=True)
+    assert gates.leave_queue(behind) is Place.GONE, "it did not queue"
+    assert gates.leave_queue(lead) is Place.GONE
+    assert gates.place_of(waiting) is Place.LEAD and woken(waiting)
+    gates.leave_queue(waiting)
+    gates.uncount(hold, hold.key)
+    gates.leave(hold)
+    assert is_empty(gates)
+
+
+def test_a_group_that_waits_for_nobody_who_waits_for_it_queues(gates: Gates) -> None:
+    several, single = Caller(gates), Caller(gates)
+    single.take(2)
+    lead, behind = several.ask(1), several.ask(2)
+    lead.group = behind.group = Group()
+    gates.enter(lead, wait=True)
+    Caller(gates).queue(1)
+    assert gates.enter(behind, wait=True) is Place.QUEUED
 
 
 def test_a_ring_through_a_handed_over_row_is_refused(gates: Gates) -> None:

@@ -590,12 +590,12 @@ class HandsOverToAnybody(Gates):
 class SeesNoRing(Gates):
     """3.07."""
 
-    def _refuse_cycle(self, gate: Any, owns: tuple[Hold, ...]) -> None:
+    def _refuse_cycle(self, gate: Any, owns: tuple[Any, ...]) -> None:
         pass
 
 
 class SeesRingsEverywhere(Gates):
-    def _refuse_cycle(self, gate: Any, owns: tuple[Hold, ...]) -> None:
+    def _refuse_cycle(self, gate: Any, owns: tuple[Any, ...]) -> None:
         if gate.holder is not None:
             raise WouldDeadlock
 

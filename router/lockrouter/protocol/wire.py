@@ -15,13 +15,15 @@ __all__ = ["Wire"]
 _CHUNK = 65536
 _SHORT = 4096
 _STEP = 0.05
+_LONGEST = 3600.0
 
 
 class Wire:
     """Bytes to and from one server; not thread-safe, the session's rules say who may use it.
 
-    A kernel socket stays in blocking mode and is bounded by SO_RCVTIMEO, which saves the poll before each read that
-    a Python timeout costs; TLS and cooperative (gevent) sockets use Python's own timeout.
+    A kernel socket stays in blocking mode. `talk` bounds it by SO_RCVTIMEO, which saves the poll before each read; but
+    that bound starts anew after each signal, so whoever uses it needs another that ends the stream under it in the
+    end. `receive` polls. TLS and cooperative (gevent) sockets use Python's own timeout.
     """
 
     __slots__ = ("_bound", "_kernel", "_least", "sock")
@@ -64,7 +66,7 @@ class Wire:
         """Return at least one byte, or `b""` at the end of the stream.
 
         Args:
-            until: the end of waiting, on the package's clock; kept within 50 ms.
+            until: the end of waiting, on the package's clock.
             least: a hint that fewer bytes than this are of no use yet, so that one wake-up serves two replies. The
                 caller must know that so many will come, or the stream end.
 
@@ -74,11 +76,29 @@ class Wire:
         """
         if least != self._least:
             self.expect(least)
+        if self._kernel:
+            return self._poll(until)
         self._set_bound(until - now())
         try:
             return self.sock.recv(_CHUNK)
         except (BlockingIOError, TimeoutError):
             raise TimeoutError("no reply") from None
+
+    def _poll(self, until: float) -> bytes:
+        descriptor = self.sock.fileno()
+        if descriptor < 0:
+            raise OSError("the socket was closed")
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        while True:
+            left = until - now()
+            if poll.poll(min(max(0.0, left), _LONGEST) * 1000):
+                try:
+                    return self.sock.recv(_CHUNK, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    pass
+            elif left <= 0:
+                raise TimeoutError("no reply")
 
     def talk(self, data: bytes, until: float, least: int, at: float) -> bytes:
         """Send `data`, then receive: as `send` and `receive`, in one step for what every lock does. `at` is now."""

@@ -26,8 +26,12 @@ RAISE_FENCE = text(
 def look_around(dialect: Dialect) -> str:
     """Where a caller's session is and how it is set, without reading a table of InnoDB: no snapshot begins.
 
-    Columns: autocommit, isolation, server identity, start of the server, current database.
+    Columns: autocommit, isolation, server identity, start of the server, current database, whether a timeout rolls
+    the whole transaction back.
     """
     isolation = "@@session.tx_isolation" if dialect.name == "mariadb" else "@@session.transaction_isolation"
     started = f"UNIX_TIMESTAMP(NOW()) - {dialect.uptime}"
-    return f"SELECT @@session.autocommit, {isolation}, {dialect.identity}, {started}, DATABASE()"
+    return (
+        f"SELECT @@session.autocommit, {isolation}, {dialect.identity}, {started}, DATABASE(), "
+        "@@global.innodb_rollback_on_timeout"
+    )

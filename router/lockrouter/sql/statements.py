@@ -222,7 +222,17 @@ def read_marker(dialect: Dialect, marker: bytes, seconds: float) -> bytes:
     return query(b"SET STATEMENT max_statement_time = %de-3 FOR %s" % (_bound_ms(seconds), form))
 
 
+def read_bucket(bucket: int) -> bytes:
+    """The packet that asks a shard where a bucket went that it no longer has."""
+    return query(b"SELECT moved_to FROM lock_bucket WHERE bucket = %d" % bucket)
+
+
 FROZEN_PREFIXES = query(b"SELECT prefix FROM frozen")
+
+
+def doing(connection_id: int) -> bytes:
+    """The packet that asks what the server does for one of this user's own connections; no row: it has ended."""
+    return query(b"SELECT COMMAND FROM information_schema.PROCESSLIST WHERE ID = %d" % connection_id)
 
 
 def kill(connection_id: int) -> bytes:

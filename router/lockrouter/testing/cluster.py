@@ -138,6 +138,10 @@ class Cluster:
         """The server's port on 127.0.0.1; the same for the cluster's whole life."""
         return self._servers[index].port
 
+    def socket(self, index: int) -> str:
+        """The path of the server's unix socket."""
+        return self._servers[index].socket
+
     def log(self, index: int) -> Path:
         """The file with all the server wrote."""
         return self._servers[index].log
