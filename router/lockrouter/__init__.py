@@ -31,6 +31,7 @@ from lockrouter.errors import (
     TopologyMismatch,
     WouldDeadlock,
 )
+from lockrouter.lease import Lease
 from lockrouter.lockin import LockIn
 from lockrouter.lockset import LockSet
 from lockrouter.router import LockRouter
@@ -46,6 +47,7 @@ __all__ = [
     "InProgress",
     "InvalidKey",
     "KeyCollision",
+    "Lease",
     "LockIn",
     "LockLost",
     "LockRouter",
