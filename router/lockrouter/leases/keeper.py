@@ -213,6 +213,9 @@ class Keeper:
         if entry.overdue_at is not None and at >= entry.overdue_at:
             entry.overdue_at = None
             _log.warning("the lease of key %s is held for half its max_hold", self._leases.shown(entry.key))
+        if entry.handle is not None and entry.handle() is None:
+            self._leases.drop(entry)
+            return
         self._arm(entry, entry.over_at)
         if entry.keep_alive and not entry.renewing:
             renewer = self._renewers[entry.shard.id]
@@ -251,13 +254,13 @@ class Keeper:
                 self._again_soon(entry)
                 continue
             assert item.sent_at is not None
-            reason = self._leases.renewed(entry, item.answer, item.sent_at, entry.row.ttl / 1e6)
-            if reason is not None and not (yield from self._moved(entry, item.answer)):
+            reason = self._leases.renewed(entry, item.answer, item.sent_at, item.row.ttl / 1e6)
+            if item.answer is not Said.DONE and (yield from self._moved(entry, item.answer)):
+                failed += 1
+                self._again_soon(entry)
+            elif reason is not None:
                 lost += 1
                 self._leases.lose(entry, reason)
-            elif reason is not None or (isinstance(item.answer, Seen) and not item.answer.open):
-                yield from self._moved(entry, item.answer)
-                self._again_soon(entry)
             else:
                 renewed += 1
                 if entry.held:
@@ -304,18 +307,16 @@ class Keeper:
     def _due_tombs(self, renewer: _Renewer) -> list[Tomb]:
         at, due = now(), []
         for owner, tomb in tuple(renewer.tombs.items()):
-            if at >= tomb.next_at:
-                due.append(tomb)
-            elif at > tomb.until:
+            if at > tomb.until and tomb.tries:
                 renewer.tombs.pop(owner, None)
+            elif at >= tomb.next_at:
+                due.append(tomb)
         return due[:MAX_ROWS]
 
     def _release_all(self, renewer: _Renewer, tombs: list[Tomb]) -> Operation[None]:
         yield from self._carry_out(renewer, [Item(Verb.RELEASE, tomb.table, tomb.row) for tomb in tombs])
         for tomb in tombs:
             tomb.sent()
-            if tomb.next_at > tomb.until:
-                tomb.next_at = tomb.until + _FIRST_PAUSE
 
     def _finish(self, renewer: _Renewer) -> Operation[None]:
         lanes = self._leases.lanes(renewer.shard)
