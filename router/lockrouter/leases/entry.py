@@ -81,6 +81,11 @@ class Entry:
         self.callbacks: list[Callable[[LossReason], object]] = []
 
     @property
+    def name(self) -> tuple[int, bytes]:
+        """Kind and key: what callers of this process queue for."""
+        return self.row.kind, self.row.key
+
+    @property
     def over_at(self) -> float:
         """When it counts as lost unless it is renewed before."""
         return self.deadline - TELL_EARLIER

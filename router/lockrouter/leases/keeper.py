@@ -117,8 +117,6 @@ class Keeper:
         if self._watcher is not None and task is not None:
             self._watcher.poke(task)
 
-    # -- orders -------------------------------------------------------------------------------------------------
-
     def watch(self, entry: Entry) -> None:
         """From now on the entry is renewed, where that is wanted, and found lost in time."""
         over_at = entry.over_at
@@ -181,8 +179,6 @@ class Keeper:
         for renewer in self._renewers.values():
             renewer.store.close()
 
-    # -- time ---------------------------------------------------------------------------------------------------
-
     def _time(self) -> Operation[None]:
         while True:
             self._leases.reap()
@@ -222,8 +218,6 @@ class Keeper:
             entry.renewing = True
             renewer.due.append(entry)
             self._poke(renewer.task)
-
-    # -- renewals -----------------------------------------------------------------------------------------------
 
     def _renew(self, renewer: _Renewer) -> Operation[None]:
         while True:
@@ -301,8 +295,6 @@ class Keeper:
             return error
         renewer.failures = 0
         return None
-
-    # -- tombstones ---------------------------------------------------------------------------------------------
 
     def _due_tombs(self, renewer: _Renewer) -> list[Tomb]:
         at, due = now(), []

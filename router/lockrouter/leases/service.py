@@ -87,8 +87,6 @@ class Leases:
         """The lanes of a shard."""
         return self._lanes[shard.id]
 
-    # -- the verbs ----------------------------------------------------------------------------------------------
-
     def acquire(
         self,
         kind: int,
@@ -247,8 +245,6 @@ class Leases:
             self.entries.pop(entry.row.owner, None)
             return True
 
-    # -- loss ---------------------------------------------------------------------------------------------------
-
     def loss_of(self, entry: Entry) -> LossReason | None:
         """Why a lease is lost, by what is known and by the clock, or None; no I/O."""
         if entry.held and now() >= entry.over_at:
@@ -263,13 +259,13 @@ class Leases:
             entry.lost = reason
             self.entries.pop(entry.row.owner, None)
             callbacks, entry.callbacks = entry.callbacks, []
+        entry.shard.stats.count_lost("lease", reason.value)
+        _log.warning("lease lost: key %s on shard %s: %s", self.shown(entry.key), entry.shard.id, reason.value)
         for callback in callbacks:
             try:
                 threading.Thread(target=callback, args=(reason,), name="lockrouter-on-lost", daemon=True).start()
             except RuntimeError:
                 _log.exception("no thread could be started to tell a holder of its loss")
-        entry.shard.stats.count_lost("lease", reason.value)
-        _log.warning("lease lost: key %s on shard %s: %s", self.shown(entry.key), entry.shard.id, reason.value)
         self.bury_entry(entry)
         self.queues.freed(entry)
         return True
@@ -280,8 +276,6 @@ class Leases:
             if entry.held:
                 entry.callbacks.append(callback)
             return entry.lost
-
-    # -- what the keeper and the algorithms tell ------------------------------------------------------------------
 
     def renewed(self, entry: Entry, answer: Answer, sent_at: float, ttl: float) -> LossReason | None:
         """Take note of the answer to one renewal sent at `sent_at`; why the lease is lost by it, or None.
@@ -323,8 +317,6 @@ class Leases:
             raise ShardUnavailable(f"does not answer: {error}", shard=shard.id) from driver_error(error)
         finally:
             store.close()
-
-    # -- life ---------------------------------------------------------------------------------------------------
 
     def tasks(self, watcher: Watcher) -> list[Task]:
         """The endless operations of the leases, to be run by `watcher`."""

@@ -122,8 +122,6 @@ class SqlStore:
         if session is not None:
             session.close()
 
-    # -- inside -------------------------------------------------------------------------------------------------
-
     def _ready(self, until: float) -> Operation[Session]:
         session, rights = self.session, self._shard.rights
         if session is not None and (

@@ -75,6 +75,7 @@ class Take:
         self.leases = leases
         self.kind = kind
         self.key = key
+        self.name = (kind, key)
         self.address = address
         self.k = digest(leases.topology, kind, key)
         self.ttl = ttl
@@ -119,7 +120,7 @@ class Take:
 
     def timed_out(self) -> LockTimeout:
         """The error of a lease that stayed held, naming who holds it where that is known."""
-        held = self.leases.queues.holder(self.k)
+        held = self.leases.queues.holder(self.name)
         if held is not None:
             holder = f"{describe(held.thing)} of this process, for {now() - held.granted_at:.3f} s"
         else:
