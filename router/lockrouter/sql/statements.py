@@ -227,6 +227,9 @@ def read_bucket(bucket: int) -> bytes:
     return query(b"SELECT moved_to FROM lock_bucket WHERE bucket = %d" % bucket)
 
 
+LEASE_SESSION = query(b"SET SESSION wait_timeout = 3600")
+"""On top of a control session's settings: a lane of leases may rest, nothing is held through it."""
+
 FROZEN_PREFIXES = query(b"SELECT prefix FROM frozen")
 
 
