@@ -551,14 +551,15 @@ def test_check_on_a_frozen_server_is_bounded(routers: Routers, cluster: Cluster)
 
 @pytest.mark.parametrize("cut", [Cut.FIN, Cut.RST], ids=lambda cut: cut.value)
 @pytest.mark.parametrize("way", list(Way), ids=lambda way: way.value)
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every byte"])
 def test_the_locking_exchange_is_cut_after_any_byte(
-    routers: Routers, proxy: Proxy, server: Observer, way: Way, cut: Cut
+    routers: Routers, proxy: Proxy, server: Observer, way: Way, cut: Cut, step: int
 ) -> None:
     """The session is one that was idle, or one proven alive just now: the call goes on with another one."""
     router = routers.make(ports={SHARD: proxy.port}, breaker={**NEVER, "retry_delay": 0.01})
     key = a_key(router)
     fine(router, key)
-    for allow in range(0, 420, 5 if way is Way.UP else 9):
+    for allow in range(0, 420, step):
         rule = proxy.add(Rule(way, allow, cut, marker=b"FOR UPDATE"))
         held = router.lock(key, timeout=5.0)
         proxy.drop(rule)
