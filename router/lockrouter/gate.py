@@ -370,8 +370,10 @@ class Gates:
         with self._lock:
             gate = self._gates[request.slot]
             if request.shared:
-                gate.reader_leads.discard(request)  # type: ignore[union-attr]
-                gate.readers.add(hold)  # type: ignore[union-attr]
+                # No call stands between the assignments: an interrupt finds all of them done, or none.
+                leads, readers = {*gate.reader_leads} - {request}, {*gate.readers, hold}
+                gate.reader_leads = leads
+                gate.readers = readers
             else:
                 gate.lead = None
                 gate.holder = hold

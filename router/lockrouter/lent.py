@@ -146,7 +146,7 @@ class LentSession(Session):
 
     def judged(self, asked_at: float, *, working: bool) -> None:
         """What the server said, when asked at `asked_at` about this connection."""
-        if not self.connection.busy or asked_at < self.sent_at:
+        if self.state is State.DEAD or not self.connection.busy or asked_at < self.sent_at:
             return
         if working:
             self.working_at = asked_at

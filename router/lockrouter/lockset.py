@@ -149,8 +149,10 @@ def _let_go(core: Core, asks: Sequence[Ask], parties: dict[Shard, Party], rows: 
     for shard, party in parties.items():
         session = party.session
         with session.mutex:
-            if session.state is State.HOLDING:
+            if session.state is State.HOLDING and party.holds:
                 core.send_rollback(session, party.holds)
+            elif not party.holds:
+                session.die()  # interrupted before its first row was noted
         shard.pool.give_back(session)
     for ask in asks:
         left, ask.session = ask.session, None

@@ -84,25 +84,35 @@ class Pool:
             Whatever opening raises.
         """
         claim: _Claim | None = None
-        with self._lock:
-            if self._closed:
-                raise PoolClosed
-            session = None if fresh else self._take_idle(prefer, lane, borrower)
+        # True while a place is counted for this call that has no session yet; an interrupt gives it back, too.
+        place = False
+        try:
+            with self._lock:
+                if self._closed:
+                    raise PoolClosed
+                session = None if fresh else self._take_idle(prefer, lane, borrower)
+                if session is None:
+                    limit = self.size * 2 if beyond else self.size
+                    if self._total < limit and not (self._queue and not beyond):
+                        self._total += 1
+                        place = True
+                    elif self._total <= limit and self._evict():
+                        place = True  # nobody queues while a session is idle: the place is the caller's
+                    elif beyond or not wait:
+                        raise Exhausted
+                    else:
+                        claim = _Claim(lane)
+                        self._queue.append(claim)
+            if claim is not None:
+                session = yield from self._wait(claim, until)
+                place = session is None
             if session is None:
-                limit = self.size * 2 if beyond else self.size
-                if self._total < limit and not (self._queue and not beyond):
-                    self._total += 1
-                elif self._total <= limit and self._evict():
-                    pass  # nobody queues while a session is idle: the place is the caller's
-                elif beyond or not wait:
-                    raise Exhausted
-                else:
-                    claim = _Claim(lane)
-                    self._queue.append(claim)
-        if claim is not None:
-            session = yield from self._wait(claim, until)
-        if session is None:
-            session = yield from self._open(until, lane)
+                session = yield from self._open(until, lane, borrower)
+                place = False
+        except BaseException:
+            if place:
+                self._vacate()
+            raise
         session.borrower = borrower
         return session
 
@@ -177,19 +187,16 @@ class Pool:
                 self._vacate()
         return True
 
-    def _open(self, until: float, lane: int) -> Operation[Session]:
-        """Open a session on a place that is counted already; the place is given up if that fails."""
-        try:
-            session = yield from self._openers[lane](until)
-        except BaseException:
-            self._vacate()
-            raise
+    def _open(self, until: float, lane: int, borrower: object) -> Operation[Session]:
+        """Open a session on a place that is counted already."""
+        session = yield from self._openers[lane](until)
+        session.borrower = borrower
         with self._lock:
-            self.sessions.add(session)
             closed = self._closed
+            if not closed:
+                self.sessions.add(session)
         if closed:
             session.close()
-            self.give_back(session)
             raise PoolClosed
         return session
 

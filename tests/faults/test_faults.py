@@ -553,14 +553,15 @@ def test_check_on_a_frozen_server_is_bounded(routers: Routers, cluster: Cluster)
 
 @pytest.mark.parametrize("cut", [Cut.FIN, Cut.RST], ids=lambda cut: cut.value)
 @pytest.mark.parametrize("way", list(Way), ids=lambda way: way.value)
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "every byte"])
 def test_the_locking_exchange_is_cut_after_any_byte(
-    routers: Routers, proxy: Proxy, server: Observer, way: Way, cut: Cut
+    routers: Routers, proxy: Proxy, server: Observer, way: Way, cut: Cut, step: int
 ) -> None:
     """The session is one that was idle, or one proven alive just now: the call goes on with another one."""
     router = routers.make(ports={SHARD: proxy.port}, breaker={**NEVER, "retry_delay": 0.01})
     key = a_key(router)
     fine(router, key)
-    for allow in range(0, 420, 5 if way is Way.UP else 9):
+    for allow in range(0, 420, step):
         rule = proxy.add(Rule(way, allow, cut, marker=b"FOR UPDATE"))
         held = router.lock(key, timeout=5.0)
         proxy.drop(rule)
@@ -775,22 +776,39 @@ def interrupted(call: Callable[[], object], at: int) -> str | None:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("confirm", [False, True], ids=["release", "confirm"])
-def test_an_interrupt_at_any_instant_leaves_nothing(routers: Routers, server: Observer, confirm: bool) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [
+        "release",
+        "confirm",
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("shared", "lock_all", "nested")),
+    ],
+)
+def test_an_interrupt_at_any_instant_leaves_nothing(routers: Routers, server: Observer, form: str) -> None:
     """As Ctrl-C, a killed greenlet or a thread's asynchronous error: a handle may be dropped, a row may not stay."""
     impatient = {"close_timeout": 0.1}
     router, other = routers.make(router=impatient), routers.make()
-    key = a_key(router)
+    key, second = keys_on(router, SHARD, 2, prefix="fault")
     for caller in (router, other):
         caller.warm()
 
     def cycle() -> None:
-        with router.lock(key, timeout=3.0, confirm=confirm):
+        with router.lock(key, timeout=3.0, confirm=form == "confirm", shared=form == "shared"):
             pass
+
+    def several() -> None:
+        with router.lock_all([key, second], timeout=3.0):
+            pass
+
+    def nested() -> None:
+        with router.lock(key, timeout=3.0), router.lock(key, timeout=3.0):
+            pass
+
+    cycles = {"lock_all": several, "nested": nested}
 
     stuck: list[str] = []
     for at in range(5_000):
-        place = interrupted(cycle, at)
+        place = interrupted(cycles.get(form, cycle), at)
         if place is None:
             break
         free = isinstance(attempt(other, key, 1.0), RowLock) and isinstance(attempt(router, key, 1.0), RowLock)

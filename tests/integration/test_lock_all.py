@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from lockrouter import LockRouter, LockTimeout, PoolTimeout, ShardUnavailable, TopologyMismatch, WouldDeadlock
+from lockrouter import LockLost, LockRouter, LockTimeout, PoolTimeout, ShardUnavailable, TopologyMismatch, WouldDeadlock
 from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
 from tests.support.observe import Routers, eventually, in_thread, keys_on
@@ -268,6 +268,31 @@ def test_an_opening_breaker_wakes_who_waits_for_a_later_row(proxy: Proxy, router
         with pytest.raises(ShardUnavailable):
             waiting.result(10.0)
     proxy.accept()
+
+
+def test_one_lost_session_keeps_no_other_row_locked(routers: Routers) -> None:
+    """Rows of two shards; the connection to one is killed. Release frees the others, whatever it raises."""
+    router, other = routers.make(), routers.make()
+    keys = [*keys_on(router, 0, 2, prefix="mixed"), *keys_on(router, 1, 2, prefix="mixed")]
+    held = router.lock_all(keys, timeout=5.0)
+    routers.observers[0].kill(eventually(routers.observers[0].holders)[0])
+    eventually(lambda: held.lost)
+    assert [held[key].lost for key in keys] == [True, True, False, False]
+    assert other.try_lock(keys[2]) is None
+    with pytest.raises(LockLost):
+        held.release()
+    with other.lock_all(keys, timeout=5.0, confirm=True):
+        pass
+
+
+def test_the_error_of_the_block_wins_over_a_loss(routers: Routers) -> None:
+    router = routers.make()
+    keys = keys_on(router, 0, 2, prefix="mixed")
+    with pytest.raises(ValueError, match="business") as raised, router.lock_all(keys, timeout=5.0) as held:
+        routers.observers[0].kill(eventually(routers.observers[0].holders)[0])
+        eventually(lambda: held.lost)
+        raise ValueError("business")
+    assert any("lost" in note for note in raised.value.__notes__)
 
 
 # -- buckets that moved -----------------------------------------------------------------------------------------------

@@ -143,8 +143,11 @@ class Wire:
         """True when something, an end of the stream included, waits to be received."""
         if self.buffered():
             return True
+        descriptor = self.sock.fileno()
+        if descriptor < 0:
+            return True
         poll = select.poll()
-        poll.register(self.sock.fileno(), select.POLLIN)
+        poll.register(descriptor, select.POLLIN)
         return bool(poll.poll(0))
 
     def buffered(self) -> bool:

@@ -1,0 +1,209 @@
+"""What goes over the wire, and what it locks: one statement, one row, and nothing that a driver or a pool adds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pymysql
+import pytest
+from dbutils.steady_db import SteadyDBConnection
+
+from lockrouter import LockLost, LockRouter, LockTimeout, NotSeeded, ShardUnavailable, session
+from lockrouter.deadline import now
+from lockrouter.protocol.effects import drive
+from lockrouter.protocol.packets import Rows, query
+from lockrouter.sql.statements import MARIADB, MYSQL
+from lockrouter.testing.binaries import Vendor
+from lockrouter.testing.cluster import Cluster
+from lockrouter.testing.shardfiles import APPLICATION
+from tests.support.observe import Observer, Routers, eventually, keys_on
+from tests.support.proxy import Proxy
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture
+def proxy(cluster: Cluster) -> Iterator[Proxy]:
+    with Proxy(cluster.port(0)) as between:
+        yield between
+
+
+@pytest.fixture
+def key(router: LockRouter) -> str:
+    return keys_on(router, 0, prefix="statement")[0]
+
+
+def sent(proxy: Proxy, what: bytes) -> int:
+    """How often clients have sent that."""
+    return sum(link.said.count(what) for link in tuple(proxy._links))
+
+
+# -- what is locked ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["exclusive", "shared"])
+def test_one_record_is_locked_and_no_gap(
+    router: LockRouter, server: Observer, vendor: Vendor, key: str, shared: bool
+) -> None:
+    address = router.route(key)
+    table = f"lock_{address.table:02d}"
+    with router.lock(key, timeout=5.0, shared=shared):
+        if vendor is Vendor.MYSQL:
+            locked = server.ask(
+                "SELECT LOCK_TYPE, LOCK_MODE, LOCK_DATA, INDEX_NAME FROM performance_schema.data_locks"
+                " WHERE OBJECT_NAME = %s AND LOCK_TYPE = 'RECORD'",
+                table,
+            )
+            assert locked == [("RECORD", "S,REC_NOT_GAP" if shared else "X,REC_NOT_GAP", str(address.slot), "PRIMARY")]
+        else:
+            eventually(lambda: server.holders())
+            rows = server.ask("SELECT trx_rows_locked, trx_isolation_level FROM information_schema.INNODB_TRX")
+            assert (1, "READ COMMITTED") in rows
+        # A neighbour can be inserted and removed: no gap is locked.
+        low = server.ask(f"SELECT MAX(slot) FROM {table} WHERE slot < {address.slot}")[0][0]
+        server.ask("SET SESSION innodb_lock_wait_timeout = 1")
+        if low is not None:
+            server.ask(f"UPDATE {table} SET pad = pad WHERE slot = {low}")
+        server.ask(f"INSERT INTO {table} (slot, epoch, pad) VALUES (4294967290, 0, 0)")
+        server.ask(f"DELETE FROM {table} WHERE slot = 4294967290")
+
+
+def test_the_row_is_found_by_its_primary_key_alone(
+    router: LockRouter, server: Observer, vendor: Vendor, key: str
+) -> None:
+    address = router.route(key)
+    dialect = MYSQL if vendor is Vendor.MYSQL else MARIADB
+    packets = [
+        dialect.lock(address.table, address.slot, 1.0, b"x" * 16),
+        dialect.try_lock(address.table, address.slot, b"x" * 16),
+    ]
+    for packet in packets:
+        statement = packet[5:].decode()
+        statement = statement[statement.index("SELECT") :]
+        explain = "EXPLAIN FORMAT=TRADITIONAL" if vendor is Vendor.MYSQL else "EXPLAIN"
+        plan = server.ask(f"{explain} {statement}")[0]
+        assert "const" in plan and "PRIMARY" in plan
+
+
+def test_a_missing_row_locks_nothing(router: LockRouter, server: Observer, vendor: Vendor, key: str) -> None:
+    address = router.route(key)
+    table = f"lock_{address.table:02d}"
+    columns = server.ask(f"SELECT slot, epoch, pad FROM {table} WHERE slot = {address.slot}")[0]
+    server.ask(f"DELETE FROM {table} WHERE slot = {address.slot}")
+    try:
+        for _ in range(3):
+            with pytest.raises(NotSeeded):
+                router.lock(key, timeout=5.0)
+            with pytest.raises(NotSeeded):
+                router.try_lock(key)
+        assert not server.holders()
+    finally:
+        server.ask(f"INSERT INTO {table} (slot, epoch, pad) VALUES (%s, %s, %s)", *columns)
+
+
+# -- what is sent, and how often --------------------------------------------------------------------------------------
+
+
+def test_a_wait_sends_its_statement_once_and_takes_what_it_says(routers: Routers, proxy: Proxy) -> None:
+    """A pool that repairs connections by itself sends a statement again after a lock wait's error."""
+    holder = routers.make()
+    far = routers.make(ports={0: proxy.port})
+    key = keys_on(far, 0, prefix="statement")[0]
+    far.lock(key, timeout=5.0).release(confirm=True)
+    with holder.lock(key, timeout=5.0):
+        before = sent(proxy, b"FOR UPDATE")
+        began = time.monotonic()
+        with pytest.raises(LockTimeout):
+            far.lock(key, timeout=1.0)
+        assert 0.95 < time.monotonic() - began < 1.5
+        waited = sent(proxy, b"FOR UPDATE") - before
+        assert waited in (1, 2), "the second for what is left when the server's bound came some milliseconds early"
+        assert far.try_lock(key) is None
+        assert sent(proxy, b"FOR UPDATE") - before == waited + 1
+    assert sent(proxy, b"\x03BEGIN") == sent(proxy, b"\x03COMMIT") == 0
+
+
+def test_the_driver_and_its_pool_repair_nothing_by_themselves(router: LockRouter, key: str, server: Observer) -> None:
+    """A connection that ended is lost with what it held, and no other takes its place behind the holder's back."""
+    with pytest.raises(LockLost), router.lock(key, timeout=5.0) as held:
+        own = held._held.session
+        assert own is not None and isinstance(own._steady, SteadyDBConnection)
+        assert not own._steady._ping and own._steady._failures == (session._NeverRaised,)
+        number = own.connection_id
+        server.kill(number)
+        with pytest.raises(LockLost):
+            held.check()
+        assert own.state is session.State.DEAD
+        assert number not in {seen.id for seen in server.sessions()}
+
+
+def test_every_session_is_set_up_the_same(router: LockRouter, vendor: Vendor, server: Observer, key: str) -> None:
+    """The first, one that replaces a killed one, and one that was used for long."""
+    isolation = "@@session.transaction_isolation" if vendor is Vendor.MYSQL else "@@session.tx_isolation"
+    bound = "@@session.wait_timeout" if vendor is Vendor.MYSQL else "@@session.idle_transaction_timeout"
+    asked = f"SELECT {isolation}, @@session.autocommit, @@session.time_zone, @@session.lock_wait_timeout, {bound}"
+    shard = router._core.shards[router.route(key).shard]
+    router.warm()
+
+    def settings() -> object:
+        taken = drive(shard.pool.check_out(now() + 5.0))
+        reply = drive(taken.exchange(query(asked.encode()), now() + 5.0))
+        drive(taken.rollback(now() + 5.0))
+        shard.pool.give_back(taken)
+        assert isinstance(reply, Rows)
+        return reply.rows
+
+    first = settings()
+    assert first == [(b"READ-COMMITTED", b"0", b"+00:00", b"1", b"%d" % shard.config.router.ghost_timeout)]
+    for _ in range(100):
+        router.lock(key, timeout=5.0).release()
+    assert settings() == first
+    for seen in server.sessions():
+        server.kill(seen.id)
+    router.lock(key, timeout=5.0).release(confirm=True)
+    assert settings() == first
+
+
+def test_an_error_that_is_no_contention_is_raised_at_once(
+    routers: Routers, router: LockRouter, server: Observer, key: str
+) -> None:
+    """A right that was taken away is neither "busy" nor waited for."""
+    address = router.route(key)
+    router.lock(key, timeout=5.0).release(confirm=True)
+    table = f"{server.database}.lock_{address.table:02d}"
+    rights = "SELECT, UPDATE (pad)"
+    for host in ("localhost", "127.0.0.1"):
+        try:
+            server.ask(f"REVOKE {rights} ON {table} FROM '{APPLICATION}'@'{host}'")
+        except pymysql.err.Error:
+            pass  # made for the other host only
+    try:
+        began = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(ShardUnavailable, match="1142"):
+                router.lock(key, timeout=10.0)
+            with pytest.raises(ShardUnavailable, match="1142"):
+                router.try_lock(key)
+        assert time.monotonic() - began < 5.0
+        assert router.health()["shard-0"]["breaker"] == "closed"
+    finally:
+        for host in ("localhost", "127.0.0.1"):
+            try:
+                server.ask(f"GRANT {rights} ON {table} TO '{APPLICATION}'@'{host}'")
+            except pymysql.err.Error:
+                pass
+    router.lock(key, timeout=5.0).release(confirm=True)
+
+
+def test_a_session_goes_back_without_a_transaction(routers: Routers, server: Observer, vendor: Vendor) -> None:
+    """Whatever became of the call before: no idle session keeps a transaction open, or a row."""
+    router, other = routers.make(), routers.make()
+    key = keys_on(router, 0, prefix="statement")[0]
+    with other.lock(key, timeout=5.0):
+        for _ in range(3):
+            assert router.try_lock(key) is None
+            with pytest.raises(LockTimeout):
+                router.lock(key, timeout=0.05)
+    eventually(lambda: not server.ask("SELECT 1 FROM information_schema.INNODB_TRX WHERE trx_rows_locked > 0"))
+    assert router.health()["shard-0"]["pool"]["busy"] == 0
