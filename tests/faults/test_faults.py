@@ -818,5 +818,5 @@ def test_an_interrupt_at_any_instant_leaves_nothing(routers: Routers, server: Ob
         router.close()
         router = routers.make(router=impatient)
         router.warm()
-    assert at > 100
+    assert at > 50, "the instants were not found"
     assert not stuck
