@@ -21,6 +21,21 @@ def make_certificates(folder: Path) -> dict[str, Path]:
     issuer = _name("lockrouter tests")
     ca = _builder(issuer, issuer, authority.public_key()).add_extension(x509.BasicConstraints(True, None), True)
     ca = ca.add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), False)
+    # Python 3.13 and later insist on it.
+    ca = ca.add_extension(
+        x509.KeyUsage(
+            digital_signature=False,
+            content_commitment=False,
+            key_encipherment=False,
+            data_encipherment=False,
+            key_agreement=False,
+            key_cert_sign=True,
+            crl_sign=True,
+            encipher_only=False,
+            decipher_only=False,
+        ),
+        True,
+    )
     names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")])
     leaf = _builder(_name("127.0.0.1"), issuer, server.public_key()).add_extension(names, False)
     leaf = leaf.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), False)
