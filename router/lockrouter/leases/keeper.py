@@ -42,6 +42,7 @@ _log = logging.getLogger("lockrouter")
 
 _GRID = 0.25
 _REST = 60.0
+_SWEEP_EVERY = 5.0
 _TICK = 0.005
 
 
@@ -57,7 +58,7 @@ class Keeper:
         self._renewers = {shard.id: Renewer(leases, shard) for shard in leases.shards.values()}
         self._watcher: Watcher | None = None
         self._timer: Task | None = None
-        self._wakes_at = 0.0
+        self._wakes_at = self._sweeps_at = 0.0
 
     def tasks(self, watcher: Watcher) -> list[Task]:
         """The endless operations, to be run by `watcher`."""
@@ -135,12 +136,22 @@ class Keeper:
     def _time(self) -> Operation[None]:
         while True:
             self._leases.reap()
+            if now() >= self._sweeps_at:
+                self._sweep()
             for entry in self._take_due():
                 self._look_at(entry)
             with self._lock:
                 soonest = self._heap[0][0] if self._heap else now() + _REST
+                soonest = min(soonest, self._sweeps_at)
                 self._wakes_at = max(soonest, now() + _TICK)
             yield (SLEEP, self._wakes_at, None)
+
+    def _sweep(self) -> None:
+        """Give up what nobody has a handle of any more: an interrupt may have hit the finaliser itself."""
+        self._sweeps_at = now() + _SWEEP_EVERY
+        for entry in tuple(self._leases.entries.values()):
+            if entry.handle is not None and entry.handle() is None:
+                self._leases.drop(entry)
 
     def _take_due(self) -> list[Entry]:
         due, at = [], now()

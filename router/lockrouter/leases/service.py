@@ -10,7 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from lockrouter.deadline import Deadline, now
-from lockrouter.errors import LockTimeout, LossReason, Overloaded, ShardError, ShardUnavailable
+from lockrouter.errors import LockTimeout, LossReason, NotHeld, Overloaded, ShardError, ShardUnavailable
 from lockrouter.leases import giving
 from lockrouter.leases.entry import Entry
 from lockrouter.leases.handle import Lease
@@ -174,14 +174,27 @@ class Leases(Holdings):
 
         Raises:
             ShardError: no answer, or a refusal; the background goes on trying.
+            NotHeld: somebody else is releasing it.
         """
-        if self.loss_of(entry) is not None or not self.take_out(entry):
+        if self.loss_of(entry) is not None:
             return entry.lost
-        entry.shard.stats.lease.released(now() - entry.granted_at)
+        taken = False
         try:
-            reason = drive(giving.free(self, entry))
+            taken = self.take_out(entry)
+            if not taken and entry.lost is None:
+                raise NotHeld("the lease was released")
+            reason = drive(giving.free(self, entry)) if taken else None
+        except (NotHeld, ShardError):
+            raise
+        except BaseException:
+            if entry.released:
+                self.bury_entry(entry)
+            raise
         finally:
             self.queues.freed(entry)
+        if not taken:
+            return entry.lost
+        entry.shard.stats.lease.released(now() - entry.granted_at)
         if reason is not None:
             entry.lost = reason
             entry.shard.stats.count_lost("lease", reason.value)

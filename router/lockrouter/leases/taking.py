@@ -23,6 +23,7 @@ from lockrouter.deadline import now
 from lockrouter.errors import (
     Frozen,
     KeyCollision,
+    LockRouterError,
     MaintenanceStall,
     OutcomeUnknown,
     PoolTimeout,
@@ -70,6 +71,12 @@ def take(ask: Take) -> Operation[Entry | None]:
             yield from _look_again(ask, found)
             found = yield from _attempt(ask)
         return found if isinstance(found, Entry) else None
+    except LockRouterError:
+        raise
+    except BaseException:
+        # An interrupt may have come between an answer and its being taken note of.
+        ask.doubtful = True
+        raise
     finally:
         if ask.doubtful and ask.entry is None:
             ask.leases.bury(ask.shard, ask.address.table, ask.row, ask.ttl)
