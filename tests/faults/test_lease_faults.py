@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import signal
 import threading
@@ -258,6 +259,7 @@ def test_a_connection_with_an_unread_reply_carries_nothing_more(
         router.lease(key, ttl=2, timeout=0.3)
     eventually(lambda: silent.state is State.DEAD)  # the background has waited for that reply, and given it up
     proxy.accept()
+    eventually(lambda: router.health()[NAME]["state"] == "ok")  # its writes had been silenced, too
     router.lease(key, ttl=2, timeout=20).release()
     assert store.session is not None
     assert store.session.connection_id != before
@@ -505,6 +507,8 @@ def test_an_interrupt_anywhere_leaves_no_lease(routers: Routers, server: Observe
     with router.lease(keys[0], ttl=2, timeout=10):
         pass
     settled(routers, router)
+    # An interrupt inside PyMySQL's connect may leave a socket to the collector; it warns here, where that is expected.
+    gc.collect()
 
 
 def others(router: LockRouter, keys: list[str]) -> int:

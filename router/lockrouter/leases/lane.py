@@ -25,6 +25,7 @@ from lockrouter.leases.batch import Batch
 from lockrouter.leases.rows import Item
 from lockrouter.leases.store import Store
 from lockrouter.protocol.effects import WAIT, Operation
+from lockrouter.session import Gone
 
 __all__ = ["MAX_BYTES", "MAX_ROWS", "Lane"]
 
@@ -94,6 +95,12 @@ class Lane:
             finally:
                 self._ended(batch)
 
+    def rest(self) -> None:
+        """Let go of a connection that nobody has used for long."""
+        with self._lock:
+            if self._current is None:
+                self._store.rest()
+
     @property
     def idle(self) -> bool:
         """True while nothing is on its way."""
@@ -138,6 +145,8 @@ class Lane:
             for item, later in zip(waiting, waiting[_AT_ONCE:], strict=False):
                 item.next_to_wake = later
             for item in batch.items:
+                if not item.settled and item.error is None:
+                    item.error = Gone("the batch was abandoned")
                 item.done = True
             left = [item for item in batch.items if item.left]
         self._tell(waiting, left)
