@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from lockrouter import optimistic
 from lockrouter.claim import TransactionLock
 from lockrouter.config import RouterConfig, load
 from lockrouter.errors import (
@@ -71,6 +72,7 @@ __all__ = [
     "TransactionLock",
     "WouldDeadlock",
     "load",
+    "optimistic",
 ]
 
 logging.getLogger("lockrouter").addHandler(logging.NullHandler())
