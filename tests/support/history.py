@@ -28,6 +28,7 @@ from lockrouter.deadline import now
 __all__ = ["Call", "Claim", "Event", "Recorder", "Report", "claims", "judge", "read"]
 
 ENDS = ("ok", "fail", "unknown")
+OPERATIONS = ("invoke", "renew", "check", "release")
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
@@ -37,7 +38,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True):
     process: str
     call: int
     what: str
-    """invoke, ok, fail, unknown, held (it was not lost then), release (begins), released, lost."""
+    """invoke, ok, fail, unknown, held (not lost then), release (begins), released, lost; others are operations."""
     key: str = ""
     token: int = 0
     note: str = ""
@@ -82,6 +83,10 @@ class Call:
         self.number = number
         self.key = key
 
+    def event(self, what: str) -> Event:
+        """An event of now that says nothing of holding, such as a renewal that ended."""
+        return Event(now(), self._recorder.process, self.number, what, self.key)
+
     def say(self, what: str, *, token: int = 0, note: str = "", at: float | None = None) -> None:
         """Append an event of this call, of now or of an earlier moment."""
         event = Event(now() if at is None else at, self._recorder.process, self.number, what, self.key, token, note)
@@ -113,12 +118,15 @@ class Report(NamedTuple):
     """What a history came to; it is in order if `violations` is empty."""
 
     calls: int
+    operations: int
+    """Acquisitions, renewals, checks and releases."""
     outcomes: Mapping[str, int]
     violations: list[str]
 
     def __str__(self) -> str:
         ends = ", ".join(f"{number:,} {what}" for what, number in sorted(self.outcomes.items()))
-        return f"{self.calls:,} acquisitions ({ends}): {len(self.violations)} violations"
+        operations = f"{self.operations:,} operations, {self.calls:,} of them acquisitions"
+        return f"{operations} ({ends}): {len(self.violations)} violations"
 
 
 def read(folder: str | os.PathLike[str]) -> list[Event]:
@@ -173,7 +181,9 @@ def judge(events: Iterable[Event], permits: int | Mapping[str, int] = 1, *, toke
         if tokens:
             wrong += _falling(key, held) if allowed == 1 else _repeated(key, held)
     outcomes = Counter(event.what for event in events if event.what in ENDS or event.what == "lost")
-    return Report(sum(event.what == "invoke" for event in events), outcomes, wrong)
+    told = Counter(event.what for event in events)
+    operations = sum(told[what] for what in OPERATIONS)
+    return Report(told["invoke"], operations, outcomes, wrong)
 
 
 def _crowded(key: str, held: list[Claim], allowed: int) -> list[str]:

@@ -30,7 +30,7 @@ def hold(who: str, call: int, start: float, end: float, token: int, key: str = "
 def test_one_after_the_other_is_in_order() -> None:
     report = judge(hold("a", 1, 1, 2, 10) + hold("b", 1, 2, 3, 11) + hold("a", 2, 3.5, 4, 12))
     assert report.violations == []
-    assert str(report) == "3 acquisitions (3 ok): 0 violations"
+    assert str(report) == "6 operations, 3 of them acquisitions (3 ok): 0 violations"
 
 
 def test_two_keys_do_not_meet() -> None:

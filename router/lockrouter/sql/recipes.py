@@ -26,6 +26,7 @@ __all__ = [
     "SWEEP_RESULT",
     "SWEEP_SESSION",
     "drop_stale_result",
+    "end_lease",
     "leases_of_kind",
     "open_leases",
     "probe_result",
@@ -111,6 +112,17 @@ FILL_RESULT = text(
     " result = :result WHERE k = :k"
 )
 """Inside the caller's transaction: the result, which commits with the caller's rows."""
+
+
+def end_lease(table: int, place: tuple[int, bytes], holder: tuple[bytes, int], least_us: int) -> bytes:
+    """The packet that has a lease expire `least_us` after it was acquired, or now; affects no row if it is lost."""
+    bucket, digest = place
+    owner, token = holder
+    return query(
+        f"UPDATE {lease_name(table)} SET expires = GREATEST(acquired + {least_us}, {_NOW})"
+        f" WHERE bucket = {bucket} AND k = {_hex(digest)} AND owner = {_hex(owner)} AND token = {token}"
+        f" AND expires > {_NOW}".encode()
+    )
 
 
 def open_leases(table: int, bucket: int, digests: Sequence[bytes]) -> bytes:
