@@ -32,6 +32,7 @@ from lockrouter.errors import (
     TopologyMismatch,
     WouldDeadlock,
 )
+from lockrouter.lease import Lease
 from lockrouter.lockin import LockIn
 from lockrouter.lockset import LockSet
 from lockrouter.router import LockRouter
@@ -47,6 +48,7 @@ __all__ = [
     "InProgress",
     "InvalidKey",
     "KeyCollision",
+    "Lease",
     "LockIn",
     "LockLost",
     "LockRouter",

@@ -272,7 +272,7 @@ class Keeper:
         elif reading.term < self._highest_term:
             shard.refuse(f"an older server: its term is {reading.term}, {self._highest_term} was seen before")
         elif reading.drained and reading.drained == reading.incarnation[0]:
-            shard.refuse("the shard is drained for a switchover")
+            shard.refuse("the shard is drained for a switchover", renews=True)
         elif reading.term_identity != reading.incarnation[0]:
             self._new_term(reading, "another server than the one the last term was started on")
         elif self._clock_fell(last, reading) or reading.clock_high - reading.clock > self._window_us:

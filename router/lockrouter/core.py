@@ -15,6 +15,7 @@ from lockrouter import tokens
 from lockrouter.deadline import now
 from lockrouter.errors import LockLost, LossReason, RouterClosed
 from lockrouter.gate import Gates, Handle, Hold, Party, Request
+from lockrouter.leases.service import Leases
 from lockrouter.metrics import SEGMENTS, Metrics, multiprocess
 from lockrouter.protocol.effects import SLEEP, Operation, drive
 from lockrouter.protocol.packets import IN_TRANSACTION, Rows, is_off
@@ -65,6 +66,7 @@ class Core:
             shard.id: Shard(config, shard, on_demoted=self._demoted, like=before.get(shard.id))
             for shard in config.shards
         }
+        self.leases = Leases(self)
         # Rows whose ROLLBACK is on its way, and the session it went out on: the next request should follow it there.
         self.affinity: dict[int, Session] = {}
         # What dropped handles hold, and what an interrupt has left half released; see `reap`.
@@ -86,6 +88,7 @@ class Core:
             watcher = self._watcher = Watcher(f"lockrouter-{self.config.topology.name}")
             tasks = [task for shard in self.shards.values() for task in shard.tasks(watcher)]
             tasks.append(Task("lockrouter-look", self._look))
+            tasks += self.leases.tasks(watcher)
             if multiprocess():
                 tasks.append(Task("lockrouter-metrics", self._fold_often))
             self.metrics.add_source(self.generation, self._fold)
@@ -107,20 +110,29 @@ class Core:
             self.closed = True
         self.gates.close()
         self.local_gates.wake_all()
+        self.leases.queues.wake_all()
         self._interrupt_waiters()
         until = now() + self.config.router.close_timeout
         pause = threading.Event()
-        while (self.gates.holds() or any(shard.keeper.kills for shard in self.shards.values())) and now() < until:
+        while self._occupied() and now() < until:
             pause.wait(0.005)
         for hold in self.gates.holds():
             self.lose_hold(hold, LossReason.ROUTER_CLOSED)
             if hold.session is not None:
                 hold.session.die()
+        self.leases.end(until)
         if self._watcher is not None:
             self._watcher.close(self.config.pool.connect_timeout + 1.0)
             self.metrics.remove_source(self.generation)
+        self.leases.close()
         for shard in self.shards.values():
             shard.close()
+
+    def _occupied(self) -> bool:
+        """True while somebody holds something, or a statement is to be killed yet."""
+        return bool(
+            self.gates.holds() or self.leases.entries or any(shard.keeper.kills for shard in self.shards.values())
+        )
 
     def _interrupt_waiters(self) -> None:
         """Wake who waits for a session or at a server, and leave no statement behind there."""
@@ -134,6 +146,8 @@ class Core:
         for shard in self.shards.values():
             for session in (*shard.pool.sessions, *shard.keeper.sessions()):
                 session.forget()
+        for session in self.leases.sessions():
+            session.forget()
         if self._watcher is not None:
             self._watcher.forget()
 
@@ -438,12 +452,14 @@ class Core:
         waiting: dict[str, int] = dict.fromkeys(self.shards, 0)
         for slot, count in self.gates.waiters():
             waiting[self.routing.shard_of_bucket(slot // self.config.topology.rows_per_bucket)] += count
+        leased, queued = self.leases.held_by_shard(), self.leases.waiting_by_shard()
         for shard in self.shards.values():
             mine = [hold for hold in holds if hold.shard is shard]
             for mode in ("row", "local", "transaction"):
                 held = sum(mode == ("local" if hold.degraded else hold.mode) for hold in mine)
                 metrics.level(metrics.held, (shard.id, mode), held)
-            metrics.level(metrics.waiters, (shard.id,), waiting[shard.id])
+            metrics.level(metrics.held, (shard.id, "lease"), leased.get(shard.id, 0))
+            metrics.level(metrics.waiters, (shard.id,), waiting[shard.id] + queued.get(shard.id, 0))
             metrics.level(metrics.overdue, (shard.id,), sum(hold.overdue for hold in mine))
             self._fold_shard(metrics, shard)
         self._fold_segments(metrics)
@@ -473,6 +489,9 @@ class Core:
             metrics.count(name, metrics.lost.labels(shard.id, mode, reason), number)
         metrics.count((who, shard.id, "collisions"), metrics.collisions.labels(shard.id), shard.stats.collisions)
         modes = {"row": shard.stats.row, "local": shard.stats.local, "transaction": shard.stats.transaction}
+        modes["lease"] = shard.stats.lease
+        for outcome, number in tuple(shard.stats.renewals.items()):
+            metrics.count((who, shard.id, "renewals", outcome), metrics.renewals.labels(shard.id, outcome), number)
         for mode, stats in modes.items():
             outcomes, waits, wait_sum, holding, hold_sum = stats.copy()
             for outcome, number in outcomes.items():

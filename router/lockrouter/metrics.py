@@ -74,6 +74,8 @@ class ShardStats:
         self.row = ModeStats()
         self.local = ModeStats()
         self.transaction = ModeStats()
+        self.lease = ModeStats()
+        self.renewals: dict[str, int] = {}
         self._lock = threading.Lock()
         self.lost: dict[tuple[str, str], int] = {}
         self.collisions = 0
@@ -82,6 +84,11 @@ class ShardStats:
         """Count one lost lock."""
         with self._lock:
             self.lost[mode, reason] = self.lost.get((mode, reason), 0) + 1
+
+    def renewed(self, outcome: str, count: int = 1) -> None:
+        """Count renewals that ended: `renewed`, `lost` (refused), or `failed` (to be tried again)."""
+        with self._lock:
+            self.renewals[outcome] = self.renewals.get(outcome, 0) + count
 
     def collided(self) -> None:
         """Count two keys of this process that met at one row."""
@@ -133,6 +140,7 @@ class Metrics:
         self.pool_limit = Gauge("lockrouter_pool_limit", "Connections allowed", ("shard",), **live)
         self.breaker = Gauge("lockrouter_breaker_state", "0 closed, 1 half-open, 2 open", ("shard",), **one)
         self.lost = Counter("lockrouter_lost", "Locks lost", ("shard", "mode", "reason"), **common)
+        self.renewals = Counter("lockrouter_renewals", "Renewals of leases", ("shard", "outcome"), **common)
         self.offset = Gauge("lockrouter_clock_offset_seconds", "Server clock minus own", ("shard",), **one)
         self.term = Gauge("lockrouter_term", "Term of the tokens", ("shard",), **one)
         self.collisions = Counter(

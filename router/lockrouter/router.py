@@ -15,6 +15,9 @@ from lockrouter.core import Core
 from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import LockTimeout, Overloaded, RouterClosed, ShardError
 from lockrouter.fencing import Target, fence
+from lockrouter.lease import Lease, checked_payload, checked_ttl, require_lease_mode
+from lockrouter.leases.rows import Kind
+from lockrouter.leases.taking import Take
 from lockrouter.lockin import LockIn, lock_in
 from lockrouter.lockset import LockSet, lock_all, name_keys
 from lockrouter.owners import record
@@ -168,6 +171,67 @@ class LockRouter:
         else:
             stats.row.ended("acquired", deadline.waited(), segment)
         return handle, ask
+
+    def lease(
+        self,
+        key: str | bytes,
+        *,
+        ttl: float,
+        timeout: float | None = None,
+        payload: bytes = b"",
+        keep_alive: bool = True,
+    ) -> Lease:
+        """Take the lease of `key`, waiting for another holder, and return its handle.
+
+        A lease is a row of its own, committed: it needs no connection while it is held, survives restarts, and ends at
+        its ttl unless it is renewed. It is never re-entrant, and never degrades. It and the row lock of the same key
+        do not exclude each other.
+
+        Args:
+            key: 1 to 255 bytes, as `bytes` or UTF-8 `str`.
+            ttl: seconds, 1 to 7 days, after which others can have it when its holder is gone.
+            timeout: seconds for the whole call, which returns within `timeout` + 0.1; None: the configured default;
+                0: never waits for another holder.
+            payload: at most 1,024 bytes that are stored with it and shown to operators.
+            keep_alive: renew it in the background, at a third of its ttl, until it is released.
+
+        Raises:
+            LockTimeout: another holds it; says so if that is this process.
+            KeyCollision: another key has the same digest.
+            OutcomeUnknown: the reply was lost and could not be settled; what may have been granted is given up.
+            ShardError: another of its kinds.
+            InvalidKey, Overloaded, Frozen, RouterClosed, ConfigError: as their docstrings say.
+        """
+        handle, ask = self._lease(key, ttl, timeout, payload, keep_alive)
+        if handle is None:
+            raise ask.timed_out()
+        return handle
+
+    def try_lease(self, key: str | bytes, *, ttl: float, payload: bytes = b"", keep_alive: bool = True) -> Lease | None:
+        """Take the lease of `key` if it is free now; None: another holds it. An outage raises.
+
+        Raises:
+            As `lease`, but for LockTimeout.
+        """
+        return self._lease(key, ttl, 0.0, payload, keep_alive)[0]
+
+    def _lease(
+        self, key: str | bytes, ttl: float, timeout: float | None, payload: bytes, keep_alive: bool
+    ) -> tuple[Lease | None, Take]:
+        raw = encode(key)
+        rule = self._core.config.class_of(raw)
+        seconds, patience = checked_ttl(ttl), checked_timeout(timeout, rule.timeout)
+        require_lease_mode(rule)
+        entry, ask = self._core.leases.acquire(
+            Kind.LEASE,
+            raw,
+            ttl=seconds,
+            timeout=patience,
+            payload=checked_payload(payload),
+            keep_alive=keep_alive,
+            rule=rule,
+        )
+        return (None if entry is None else Lease(self._core.leases, key, entry)), ask
 
     def transaction(self, keys: Keys, timeout: float | None = None) -> Transaction:
         """A context manager: a SQLAlchemy `Connection` in the very transaction that holds the row locks of `keys`.

@@ -19,7 +19,8 @@ from lockrouter.pool import Pool
 from lockrouter.protocol.effects import CALL, SLEEP, Operation, Waiter
 from lockrouter.protocol.packets import PING, Grants
 from lockrouter.routing import PROTOCOL, fingerprint
-from lockrouter.session import Answered, Gone, Session, Silent, State, driver_error, open_session, single_row
+from lockrouter.session import Answered, Gone, Session, Silent, State, driver_error, open_session, set_up, single_row
+from lockrouter.sql.statements import LEASE_SESSION
 from lockrouter.watcher import Task, Watcher
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Refusal(NamedTuple):
 
     why: str
     mismatch: bool = False
+    # The server is its shard's primary all the same: leases that are held there may be renewed.
+    renews: bool = False
 
 
 class Shard:
@@ -165,7 +168,20 @@ class Shard:
     def _answers(self) -> bool:
         return self.breaker.closed or self.breaker.refusal is not None
 
+    def open_for_leases(self, seconds: float) -> Operation[Session]:
+        """Open a session in autocommit for leases; it belongs to no pool, and may be idle for an hour."""
+        session = yield from self._open(self.endpoint, seconds, control=True)
+        yield from self._identify(session, seconds)
+        yield from set_up(session, LEASE_SESSION, now() + seconds)
+        return session
+
     def _recognise(self, session: Session, seconds: float) -> Operation[None]:
+        """Learn which server a session for rows leads to."""
+        yield from self._identify(session, seconds)
+        # Nothing was locked; the transaction that the reading opened ends with the first ROLLBACK.
+        session.send_rollback()
+
+    def _identify(self, session: Session, seconds: float) -> Operation[None]:
         try:
             row = single_row((yield from session.exchange(session.dialect.whoami(), now() + max(seconds, 0.05))))
         except BaseException:
@@ -184,8 +200,6 @@ class Shard:
             session.die()
             raise TopologyMismatch("the database was seeded for another topology", shard=self.id)
         session.incarnation = (identity, started_at)
-        # Nothing was locked; the transaction that the reading opened ends with the first ROLLBACK.
-        session.send_rollback()
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -211,13 +225,15 @@ class Shard:
         self.refusal = None
         self.waiting_for = why
 
-    def refuse(self, why: str, *, mismatch: bool = False, error: BaseException | None = None) -> None:
+    def refuse(
+        self, why: str, *, mismatch: bool = False, renews: bool = False, error: BaseException | None = None
+    ) -> None:
         """The server answers, and must not be asked for locks: callers get an error at once."""
         self.cause = None if error is None else driver_error(error)
         if self.refusal is None or self.refusal.why != why:
             _log.warning("shard %s: grants nothing: %s", self.id, why)
         self.rights = None
-        self.refusal = Refusal(why, mismatch)
+        self.refusal = Refusal(why, mismatch, renews)
         self.demoted = False
         self.breaker.refused(why)
         self._wake()

@@ -222,6 +222,9 @@ def read_marker(dialect: Dialect, marker: bytes, seconds: float) -> bytes:
     return query(b"SET STATEMENT max_statement_time = %de-3 FOR %s" % (_bound_ms(seconds), form))
 
 
+LEASE_SESSION = query(b"SET SESSION wait_timeout = 3600")
+"""On top of a control session's settings: a lane of leases may rest, nothing is held through it."""
+
 FROZEN_PREFIXES = query(b"SELECT prefix FROM frozen")
 
 

@@ -1,0 +1,181 @@
+"""Combining: callers that come while a statement of their lane is on its way form the next batch together.
+
+1. The first caller of an idle lane leads: it carries out a batch of its own item, at once, with no delay.
+2. Who comes meanwhile queues. When the batch ends, the queue's head is named the leader of all that fits into one
+   batch, before anybody is told its result: the server is never idle while callers wait.
+3. A caller whose deadline comes leaves: out of the queue, or out of the batch, whose answer for it is then an orphan's.
+4. A leader whose deadline comes hands the batch, as it is, to the background.
+5. A leader that is interrupted closes the connection. The items that have no answer yet queue again, first, marked as
+   sent: whatever they ask for carries an owner id of their own, so asking again settles what the first asking did.
+6. No thread, no timer: a lane that nobody uses is a few empty lists.
+
+The pattern is flat combining (Hendler, Incze, Shavit, Tzafrir, 2010), with a leader per batch instead of one for ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from lockrouter.deadline import now
+from lockrouter.leases.batch import Batch
+from lockrouter.leases.rows import Item
+from lockrouter.leases.store import Store
+from lockrouter.protocol.effects import WAIT, Operation
+
+__all__ = ["MAX_BYTES", "MAX_ROWS", "Lane"]
+
+MAX_ROWS = 256
+MAX_BYTES = 128 * 1024
+_ROW_BYTES = 200
+
+
+class Lane:
+    """One connection to a shard, shared by all callers of some verbs.
+
+    Args:
+        orphan: told, without any mutex, of each item that got an answer nobody waits for.
+        adopt: told that `finish` has work for the background.
+    """
+
+    def __init__(self, store: Store, orphan: Callable[[Item], None], adopt: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._store = store
+        self._orphan = orphan
+        self._adopt = adopt
+        self._queue: deque[Item] = deque()
+        self._current: Batch | None = None
+        self._adopted: deque[Batch] = deque()
+        self._suspects: set[bytes] = set()
+
+    def submit(self, item: Item, until: float) -> Operation[bool]:
+        """Have the item carried out; True: it has its answer or error; False: `until` came first.
+
+        Then `item.sent_at` says whether the server may still do what was asked.
+        """
+        batch = self._join(item)
+        try:
+            while True:
+                if batch is not None:
+                    if (yield from batch.drive(until)):
+                        self._ended(batch)
+                    else:
+                        self._hand_over(batch, item)
+                    batch = None
+                if item.done:
+                    return True
+                if now() >= until:
+                    return self._leave(item)
+                yield (WAIT, item.waiter, until)
+                batch = self._named(item)
+        except BaseException:
+            self._interrupted(item, batch)
+            raise
+
+    def finish(self) -> Operation[None]:
+        """In the background: carry to their ends the batches whose leaders had to go."""
+        while self._adopted:
+            batch = self._adopted.popleft()
+            try:
+                yield from batch.drive(float("inf"))
+            finally:
+                self._ended(batch)
+
+    @property
+    def idle(self) -> bool:
+        """True while nothing is on its way."""
+        return self._current is None
+
+    # -- blocks under the mutex ---------------------------------------------------------------------------------
+
+    def _join(self, item: Item) -> Batch | None:
+        with self._lock:
+            if self._current is not None:
+                self._queue.append(item)
+                return None
+            self._current = Batch(self._store, [item], self._suspects)
+            return self._current
+
+    def _named(self, item: Item) -> Batch | None:
+        """The batch this caller has been named the leader of, if it has."""
+        with self._lock:
+            batch = self._current
+            return batch if batch is not None and batch.leader is item and not batch.begun and not item.done else None
+
+    def _next(self) -> None:
+        """Under `_lock`: let the head of the queue lead what fits into one batch."""
+        self._current = None
+        if not self._queue:
+            return
+        items: list[Item] = []
+        size = 0
+        while self._queue and len(items) < MAX_ROWS:
+            size += _ROW_BYTES + 2 * (len(self._queue[0].row.key) + len(self._queue[0].row.payload))
+            if items and size > MAX_BYTES:
+                break
+            items.append(self._queue.popleft())
+        self._current = Batch(self._store, items, self._suspects)
+        items[0].waiter.wake()
+
+    def _ended(self, batch: Batch) -> None:
+        with self._lock:
+            if self._current is batch:
+                self._next()
+            for item in batch.items:
+                item.done = True
+            left = [item for item in batch.items if item.left]
+        self._tell(batch.items, left)
+
+    def _tell(self, items: Sequence[Item], left: Sequence[Item]) -> None:
+        for item in items:
+            item.waiter.wake()
+        for item in left:
+            self._orphan(item)
+
+    def _hand_over(self, batch: Batch, item: Item) -> None:
+        with self._lock:
+            batch.leader = None
+            self._adopted.append(batch)
+        self._adopt()
+
+    def _leave(self, item: Item) -> bool:
+        """The caller goes; True: it had its answer in this very moment."""
+        with self._lock:
+            if item.done:
+                return True
+            item.left = True
+            if item in self._queue:
+                self._queue.remove(item)
+            elif self._current is not None and self._current.leader is item and not self._current.begun:
+                self._pass_on(self._current)
+            return False
+
+    def _pass_on(self, batch: Batch) -> None:
+        """Under `_lock`: another member leads a batch that nobody has begun."""
+        batch.items = [item for item in batch.items if not item.left]
+        if batch.items:
+            batch.leader = batch.items[0]
+            batch.leader.waiter.wake()
+        else:
+            self._next()
+
+    def _interrupted(self, item: Item, batch: Batch | None) -> None:
+        """The caller goes, wherever it was: nothing may be left that waits for it."""
+        if batch is None:
+            batch = self._named(item)
+        with self._lock:
+            if batch is None or self._current is not batch or batch in self._adopted:
+                item.left = True
+                if item in self._queue:
+                    self._queue.remove(item)
+                return
+            item.left = True
+            answered = [one for one in batch.items if one.settled or one.error is not None]
+            again = [one for one in batch.items if one not in answered and not one.left]
+            left = [one for one in batch.items if one.left]
+            for one in answered:
+                one.done = True
+            self._queue.extendleft(reversed(again))
+            self._next()
+        self._tell(answered, left)

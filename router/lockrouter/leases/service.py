@@ -1,0 +1,350 @@
+"""All leases of one router: what it holds, who waits, and the four things one does with a lease.
+
+This is what recipes build on: `acquire` with a kind of their own, and the handle it returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lockrouter.deadline import Deadline, now
+from lockrouter.errors import LockTimeout, LossReason, Overloaded, ShardError, ShardUnavailable
+from lockrouter.leases import giving
+from lockrouter.leases.entry import Entry
+from lockrouter.leases.keeper import Keeper
+from lockrouter.leases.lane import Lane
+from lockrouter.leases.queues import Queues
+from lockrouter.leases.rows import Answer, Item, Said, Seen
+from lockrouter.leases.store import SqlStore
+from lockrouter.leases.taking import Take, take
+from lockrouter.leases.trouble import error_of
+from lockrouter.protocol.effects import Operation, drive
+from lockrouter.session import Answered, Gone, Session, Silent, driver_error
+from lockrouter.sql.leases import Wanted
+
+if TYPE_CHECKING:
+    from lockrouter.config import ResolvedClass
+    from lockrouter.core import Core
+    from lockrouter.routing import Address
+    from lockrouter.shard import Shard
+    from lockrouter.watcher import Task, Watcher
+
+__all__ = ["Lanes", "Leases"]
+
+_log = logging.getLogger("lockrouter")
+
+
+class Lanes:
+    """The lanes of one shard: acquisitions and looks in one, releases and what holders ask in the other."""
+
+    def __init__(self, leases: Leases, shard: Shard) -> None:
+        self.stores = (SqlStore(shard), SqlStore(shard))
+
+        def orphan(item: Item) -> None:
+            leases.keeper.hasten(shard, item.row.owner)
+
+        def adopt() -> None:
+            leases.keeper.adopt(shard)
+
+        self.taking = Lane(self.stores[0], orphan, adopt)
+        self.giving = Lane(self.stores[1], orphan, adopt)
+
+
+class Leases:
+    """The leases of one router; made with it, and idle until the first is asked for."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.config = core.config
+        self.topology = core.config.topology.name
+        self.shards = core.shards
+        self.shown = core.shown
+        self.queues = Queues()
+        self._lock = threading.Lock()
+        # By owner id: each acquisition that is held.
+        self.entries: dict[bytes, Entry] = {}
+        self.orphans: deque[Entry] = deque()
+        self._lanes = {shard.id: Lanes(self, shard) for shard in core.shards.values()}
+        self.keeper = Keeper(self)
+
+    @property
+    def closed(self) -> bool:
+        """True once the router takes no more calls."""
+        return self._core.closed
+
+    @property
+    def generation(self) -> object:
+        """What tells a forked child's leases from its parent's."""
+        return self._core.generation
+
+    def lanes(self, shard: Shard) -> Lanes:
+        """The lanes of a shard."""
+        return self._lanes[shard.id]
+
+    # -- the verbs ----------------------------------------------------------------------------------------------
+
+    def acquire(
+        self,
+        kind: int,
+        key: bytes,
+        *,
+        ttl: float,
+        timeout: float,
+        payload: bytes = b"",
+        keep_alive: bool = True,
+        rule: ResolvedClass | None = None,
+        address: Address | None = None,
+    ) -> tuple[Entry | None, Take]:
+        """Take a lease and return its entry, or None where it stayed held; and the request, which knows who holds it.
+
+        The arguments have been checked. With a `timeout` of 0 nobody is waited for.
+
+        Args:
+            kind: whose lease it is; see `Kind`.
+            rule: the class of the key, for users' leases.
+            address: where the row is to be, for leases that belong to a shard rather than to a key.
+
+        Raises:
+            As `taking.take`, but for LockTimeout.
+        """
+        self._core.ready()
+        self.reap()
+        deadline = Deadline(timeout)
+        where = address or self._core.routing.route(key)
+        ask = Take(
+            self, kind, key, where, ttl=ttl, deadline=deadline, payload=payload, keep_alive=keep_alive, rule=rule
+        )
+        stats, segment = self.shards[where.shard].stats.lease, self._core.segment(where.bucket)
+        outcome = "error"
+        try:
+            entry = drive(take(ask))
+            outcome = "busy" if entry is None else "acquired"
+        except LockTimeout:
+            outcome = "timeout"
+            return None, ask
+        except (Overloaded, ShardError) as error:
+            refused = isinstance(error, Overloaded) or not ask.shard.breaker.closed
+            outcome = "refused" if refused else "error"
+            raise
+        except BaseException:
+            self.drop(ask.entry)
+            raise
+        finally:
+            stats.ended(outcome, deadline.waited(), segment)
+        return entry, ask
+
+    def admit(self, ask: Take, item: Item, seen: Seen) -> Entry | None:
+        """Step 3 of `take`: make the entry of a granted lease; None: it came too late, and is given back."""
+        shard, since = ask.shard, ask.since if ask.since is not None else now()
+        deadline = since + ask.ttl
+        rights = shard.rights
+        wrong_server = shard.demoted or (rights is not None and rights.incarnation != item.incarnation)
+        entry = Entry(
+            ask.row._replace(token=seen.token, payload=b""),
+            table=ask.address.table,
+            shard=shard,
+            key=ask.key,
+            ttl=ask.ttl,
+            deadline=deadline,
+            granted_at=now(),
+            keep_alive=ask.keep_alive,
+            thing=ask.thing,
+        )
+        if wrong_server or now() >= entry.over_at:
+            ask.doubtful = True
+            ask.settled()
+            return None
+        shard.breaker.answered()
+        entry.doubtful = ask.doubtful
+        if ask.rule is not None and ask.rule.max_hold is not None:
+            entry.overdue_at = entry.granted_at + ask.rule.max_hold / 2
+            entry.kill_at = entry.granted_at + ask.rule.max_hold if ask.rule.kill else None
+        with self._lock:
+            self.entries[ask.owner] = entry
+            ask.entry = entry
+        self.queues.granted(ask, entry)
+        self.keeper.watch(entry)
+        return entry
+
+    def release(self, entry: Entry) -> LossReason | None:
+        """Free a lease; why it had been lost by then, or None. Whatever comes, it is not kept alive any more.
+
+        Raises:
+            ShardError: no answer, or a refusal; the background goes on trying.
+        """
+        if self.loss_of(entry) is not None or not self._take_out(entry):
+            return entry.lost
+        entry.shard.stats.lease.released(now() - entry.granted_at)
+        try:
+            reason = drive(giving.free(self, entry))
+        finally:
+            self.queues.freed(entry)
+        if reason is not None:
+            entry.lost = reason
+            entry.shard.stats.count_lost("lease", reason.value)
+        return reason
+
+    def renew(self, entry: Entry, ttl: float) -> LossReason | None:
+        """Prolong a lease to `ttl` from now; why it is lost, or None.
+
+        Raises:
+            ShardError: as `giving.renew`.
+        """
+        reason = self.loss_of(entry)
+        if reason is None:
+            reason = drive(giving.renew(self, entry, ttl))
+            if reason is not None:
+                self.lose(entry, reason)
+        return entry.lost or reason
+
+    def check(self, entry: Entry) -> LossReason | None:
+        """Ask the server; why the lease is lost, or None.
+
+        Raises:
+            ShardError: no answer.
+        """
+        reason = self.loss_of(entry)
+        if reason is None:
+            reason = drive(giving.look(self, entry))
+            if reason is not None:
+                self.lose(entry, reason)
+        return entry.lost or reason
+
+    def drop(self, entry: Entry | None) -> None:
+        """Give up a lease without waiting: a tombstone frees its row."""
+        if entry is not None and self._take_out(entry):
+            self.bury_entry(entry)
+            self.queues.freed(entry)
+
+    def reap(self) -> None:
+        """Give up what dropped handles held."""
+        while self.orphans:
+            try:
+                self.drop(self.orphans.popleft())
+            except IndexError:
+                return
+
+    def _take_out(self, entry: Entry) -> bool:
+        """Under the mutex: the entry is released; False: it was already, or is lost."""
+        with self._lock:
+            if not entry.held:
+                return False
+            entry.released = True
+            self.entries.pop(entry.row.owner, None)
+            return True
+
+    # -- loss ---------------------------------------------------------------------------------------------------
+
+    def loss_of(self, entry: Entry) -> LossReason | None:
+        """Why a lease is lost, by what is known and by the clock, or None; no I/O."""
+        if entry.held and now() >= entry.over_at:
+            self.lose(entry, LossReason.EXPIRED)
+        return entry.lost
+
+    def lose(self, entry: Entry, reason: LossReason) -> bool:
+        """Mark a held lease as lost, for ever, and tell; False: it was not held any more."""
+        with self._lock:
+            if not entry.held:
+                return False
+            entry.lost = reason
+            self.entries.pop(entry.row.owner, None)
+            callbacks, entry.callbacks = entry.callbacks, []
+        for callback in callbacks:
+            try:
+                threading.Thread(target=callback, args=(reason,), name="lockrouter-on-lost", daemon=True).start()
+            except RuntimeError:
+                _log.exception("no thread could be started to tell a holder of its loss")
+        entry.shard.stats.count_lost("lease", reason.value)
+        _log.warning("lease lost: key %s on shard %s: %s", self.shown(entry.key), entry.shard.id, reason.value)
+        self.bury_entry(entry)
+        self.queues.freed(entry)
+        return True
+
+    def subscribe(self, entry: Entry, callback: Callable[[LossReason], object]) -> LossReason | None:
+        """Have `callback` called when the lease is lost; the reason if it is, and nothing will be called then."""
+        with self._lock:
+            if entry.held:
+                entry.callbacks.append(callback)
+            return entry.lost
+
+    # -- what the keeper and the algorithms tell ------------------------------------------------------------------
+
+    def renewed(self, entry: Entry, answer: Answer, sent_at: float, ttl: float) -> LossReason | None:
+        """Take note of the answer to one renewal sent at `sent_at`; why the lease is lost by it, or None.
+
+        Nothing revives: an entry that is out, or past its own deadline, keeps what it has.
+        """
+        reason = giving.loss_in(entry, answer)
+        if reason is not None or answer is Said.LOCKED or isinstance(answer, Exception):
+            return reason
+        left = min(ttl, answer.left) if isinstance(answer, Seen) else ttl
+        with self._lock:
+            if not entry.held or now() >= entry.over_at:
+                return None
+            entry.deadline = max(entry.deadline, sent_at + left)
+            entry.ttl = ttl
+        return None
+
+    def bury(self, shard: Shard, table: int, row: Wanted, ttl: float) -> None:
+        """Have the background release, by owner id, whatever may still be granted to it, until `ttl` has passed."""
+        self.keeper.bury(shard, table, row, ttl)
+
+    def bury_entry(self, entry: Entry) -> None:
+        """As `bury`, for a lease that was held; one that expired is its holder's up to the last moment."""
+        later = entry.deadline if entry.lost is LossReason.EXPIRED else 0.0
+        self.keeper.bury(entry.shard, entry.table, entry.row, entry.ttl, not_before=later)
+
+    def whereabouts(self, shard: Shard, bucket: int, until: float) -> Operation[tuple[bool, str]]:
+        """Whether a bucket is open on a shard, and which shard it went to, as far as that one knows.
+
+        Raises:
+            ShardError: it could not be read.
+        """
+        store = SqlStore(shard)
+        try:
+            return (yield from store.moved(bucket, until))
+        except Answered as error:
+            raise error_of(shard, error) from driver_error(error)
+        except (Gone, Silent) as error:
+            raise ShardUnavailable(f"does not answer: {error}", shard=shard.id) from driver_error(error)
+        finally:
+            store.close()
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def tasks(self, watcher: Watcher) -> list[Task]:
+        """The endless operations of the leases, to be run by `watcher`."""
+        return self.keeper.tasks(watcher)
+
+    def held_by_shard(self) -> dict[str, int]:
+        """How many leases are held, for the metrics."""
+        return Counter(entry.shard.id for entry in tuple(self.entries.values()))
+
+    def waiting_by_shard(self) -> dict[str, int]:
+        """How many callers wait, for the metrics."""
+        return self.queues.count()
+
+    def end(self, until: float) -> None:
+        """The router is closed and has waited long enough: whoever still holds has lost, is told, and its row freed.
+
+        What was given up before, and was not yet released once, is released now, as far as the server answers in time.
+        """
+        for entry in tuple(self.entries.values()):
+            self.lose(entry, LossReason.ROUTER_CLOSED)
+        self.keeper.flush(max(until, now() + self.config.pool.connect_timeout))
+
+    def sessions(self) -> list[Session]:
+        """The connections kept at present."""
+        stores = [store for lanes in self._lanes.values() for store in lanes.stores] + self.keeper.stores()
+        return [store.session for store in stores if store.session is not None]
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+        for lanes in self._lanes.values():
+            for store in lanes.stores:
+                store.close()
+        self.keeper.close()

@@ -1,0 +1,226 @@
+"""The four verbs on stored leases, and their one real implementation: a connection of its own to a shard.
+
+`acquire` takes free rows (new, released or expired ones), `renew` prolongs, `release` frees, `read` looks. The algorithms
+above know nothing of SQL, the statements nothing of waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Protocol
+
+from lockrouter.deadline import now
+from lockrouter.leases.rows import Answer, Item, Said, Seen
+from lockrouter.protocol.effects import Operation
+from lockrouter.protocol.packets import Err, Ok, Reply, Rows
+from lockrouter.session import Answered, Gone, Session, Silent, State
+from lockrouter.sql import leases as sql
+
+if TYPE_CHECKING:
+    from lockrouter.shard import Shard
+
+__all__ = ["CONTENDED", "SqlStore", "Store"]
+
+CONTENDED = frozenset({1020, 1205, 1213})
+"""Errors of a row that somebody else has locked, or of a deadlock: nothing was changed, and another try may do."""
+_SERVER_WAIT = 2.0
+"""Seconds a statement waits at most on the server: one for a row's lock, one for a metadata lock."""
+_LOOK_AFTER = 0.2
+
+
+class Store(Protocol):
+    """Where leases are. Each verb answers for its items in their order; all items of a call have the verb's kind.
+
+    `until` bounds connecting alone. An `Answered` of `CONTENDED` says that nothing was done for that item.
+
+    Raises:
+        Gone, Silent: what was done is not known; the connection is closed.
+        Answered: no connection could be had.
+    """
+
+    def acquire(self, items: Sequence[Item], until: float) -> Operation[list[Answer]]: ...
+
+    def renew(self, items: Sequence[Item], until: float) -> Operation[list[Answer]]: ...
+
+    def release(self, items: Sequence[Item], until: float) -> Operation[list[Answer]]: ...
+
+    def read(self, items: Sequence[Item], until: float) -> Operation[list[Answer]]: ...
+
+    def locked(self, items: Sequence[Item], until: float) -> Operation[set[bytes]]:
+        """The digests of those rows that somebody has locked just now; never waits for them."""
+
+
+class SqlStore:
+    """The leases of one shard through one connection, which is opened when it is first needed."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._skew_us = int(shard.config.router.clock_skew * 1_000_000)
+        self.session: Session | None = None
+
+    def acquire(self, items: Sequence[Item], until: float) -> Operation[list[Answer]]:
+        """As `Store.acquire`: one INSERT per table, and one SELECT that says whose the rows are now."""
+        session = yield from self._ready(until)
+        packets: list[bytes] = []
+        groups = _by_table(items)
+        for table, group in groups:
+            rows = [item.row for item in group]
+            packets += (sql.take(session.dialect, table, rows, self._skew_us), sql.find(table, rows))
+        replies = yield from self._ask(session, items, packets)
+        answers: dict[int, Answer] = {}
+        for (_, group), written, found in zip(groups, replies[::2], replies[1::2], strict=True):
+            refused = Answered(written.code, written.message) if isinstance(written, Err) else None
+            self._read_into(answers, group, found)
+            for item in group:
+                answer = answers[id(item)]
+                # Where the statement failed, the reading tells of an earlier attempt alone.
+                if refused is not None and not (isinstance(answer, Seen) and answer.owner == item.row.owner):
+                    answers[id(item)] = refused
+        return [answers[id(item)] for item in items]
+
+    def renew(self, items: Sequence[Item], until: float) -> Operation[list[Answer]]:
+        """As `Store.renew`: one UPDATE per table; where it did not change every row, a SELECT says which."""
+        return self._change(items, until, sql.keep)
+
+    def release(self, items: Sequence[Item], until: float) -> Operation[list[Answer]]:
+        """As `Store.release`: as `renew`."""
+        return self._change(items, until, sql.free)
+
+    def read(self, items: Sequence[Item], until: float) -> Operation[list[Answer]]:
+        """As `Store.read`: one SELECT per table, which locks nothing."""
+        session = yield from self._ready(until)
+        answers = yield from self._find(session, items)
+        return [answers[id(item)] for item in items]
+
+    def locked(self, items: Sequence[Item], until: float) -> Operation[set[bytes]]:
+        """As `Store.locked`: what a plain SELECT finds and SKIP LOCKED does not."""
+        session = yield from self._ready(until)
+        packets = [sql.find_unlocked(table, [item.row for item in group]) for table, group in _by_table(items)]
+        replies = yield from self._ask(session, (), packets, each=2)
+        digests = [{row[0] or b"" for row in reply.rows} if isinstance(reply, Rows) else set() for reply in replies]
+        return set().union(*(present - free for present, free in zip(digests[::2], digests[1::2], strict=True)))
+
+    def moved(self, bucket: int, until: float) -> Operation[tuple[bool, str]]:
+        """Whether this shard has the bucket open, and where it went as far as is known.
+
+        Raises:
+            Gone, Silent, Answered: it could not be read.
+        """
+        session = yield from self._ready(until)
+        (reply,) = yield from self._ask(session, (), [sql.bucket_state(bucket)])
+        if isinstance(reply, Err):
+            raise Answered(reply.code, reply.message)
+        if not isinstance(reply, Rows) or not reply.rows:
+            return False, ""
+        epoch, target = reply.rows[0]
+        return bool(int(epoch or b"0")), (target or b"").decode("ascii", "replace")
+
+    def close(self) -> None:
+        """End the connection; the next verb opens another. Idempotent."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _ready(self, until: float) -> Operation[Session]:
+        session, rights = self.session, self._shard.rights
+        if session is not None and (
+            session.state is not State.IDLE
+            or (now() - session.answered_at > _LOOK_AFTER and not session.drain())
+            or (rights is not None and rights.incarnation != session.incarnation)
+        ):
+            self.close()
+            session = None
+        if session is None:
+            session = yield from self._open(until)
+            self.session = session
+        return session
+
+    def _open(self, until: float) -> Operation[Session]:
+        at, patience = now(), self._shard.config.pool.connect_timeout
+        try:
+            return (yield from self._shard.open_for_leases(max(0.01, min(patience, until - at))))
+        except (Gone, Silent) as error:
+            # A shorter bound than usual says something of its caller, not of the shard.
+            if isinstance(error, Gone) or until - at >= patience:
+                self._shard.fault(error)
+            raise
+
+    def _ask(
+        self, session: Session, items: Sequence[Item], packets: Sequence[bytes], *, each: int = 1
+    ) -> Operation[list[Reply]]:
+        """Send all packets in one train, and return their replies; `items` are those whose outcome hangs on it."""
+        sent_at = now()
+        for item in items:
+            item.incarnation = session.incarnation
+            if item.sent_at is None:
+                item.sent_at = sent_at
+        replies: list[Reply] = []
+        packet, left = b"".join(packets), len(packets) * each
+        patience = _SERVER_WAIT + self._shard.config.pool.connect_timeout
+        try:
+            while left:
+                left -= 1
+                replies.append((yield from session.exchange(packet, now() + patience, more=left > 0)))
+                packet = b""
+        except Gone:
+            raise
+        except BaseException as error:
+            # What waits there may still be carried out, so it must not wait for long.
+            self._shard.kill(session)
+            if isinstance(error, Silent) and session.proven:
+                self._shard.fault(error)
+            raise
+        session.state = State.IDLE
+        return replies
+
+    def _change(self, items: Sequence[Item], until: float, statement: Callable[..., bytes]) -> Operation[list[Answer]]:
+        session = yield from self._ready(until)
+        groups = _by_table(items)
+        packets = [statement(session.dialect, table, [item.row for item in group]) for table, group in groups]
+        replies = yield from self._ask(session, items, packets)
+        answers: dict[int, Answer] = {}
+        doubtful: list[Item] = []
+        for (_, group), reply in zip(groups, replies, strict=True):
+            if isinstance(reply, Err):
+                answers.update((id(item), Answered(reply.code, reply.message)) for item in group)
+            elif isinstance(reply, Ok) and reply.affected == len(group):
+                answers.update((id(item), Said.DONE) for item in group)
+            else:
+                doubtful += group
+        if doubtful:
+            answers |= yield from self._find(session, doubtful)
+        return [answers[id(item)] for item in items]
+
+    def _find(self, session: Session, items: Sequence[Item]) -> Operation[dict[int, Answer]]:
+        groups = _by_table(items)
+        packets = [sql.find(table, [item.row for item in group]) for table, group in groups]
+        replies = yield from self._ask(session, (), packets)
+        answers: dict[int, Answer] = {}
+        for (_, group), reply in zip(groups, replies, strict=True):
+            self._read_into(answers, group, reply)
+        return answers
+
+    def _read_into(self, answers: dict[int, Answer], group: Sequence[Item], reply: Reply) -> None:
+        if not isinstance(reply, Rows):
+            failed = Answered(reply.code, reply.message) if isinstance(reply, Err) else Answered(0, "no rows came")
+            answers.update((id(item), failed) for item in group)
+            return
+        found = {row[0]: _seen(row) for row in reply.rows}
+        answers.update((id(item), found.get(item.row.k)) for item in group)
+
+
+def _seen(row: tuple[bytes | None, ...]) -> Seen:
+    _, owner, token, kind, key, left, term_left, epoch = (field or b"" for field in row)
+    try:
+        return Seen(owner, int(token), int(kind), key, int(left) / 1e6, int(term_left) / 1e6, epoch not in (b"", b"0"))
+    except ValueError:
+        raise Gone("the reply is not what was asked for", answered=True) from None
+
+
+def _by_table(items: Sequence[Item]) -> list[tuple[int, list[Item]]]:
+    """The items of each table, in the one order in which every batch of every process locks rows."""
+    ordered = sorted(items, key=lambda item: (item.table, item.row.bucket, item.row.k))
+    return [(table, list(group)) for table, group in groupby(ordered, key=lambda item: item.table)]

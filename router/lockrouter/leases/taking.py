@@ -1,0 +1,319 @@
+"""How a lease is taken. The steps of `take`:
+
+1. The queue of its key in this process: the first caller leads, others wait behind it, or behind the holder.
+2. The lead asks the shard through its lane of acquisitions: one statement takes the row if it is free (new, released,
+   expired for `clock_skew`) and one reads back whose it is. The owner id is random, and new for each acquisition.
+3. The row is the caller's: the deadline is the time before the *first* request that carried this owner id, plus ttl. An
+   answer that comes after it is given back, as is one from a server that is the primary no more.
+4. A lost reply: the same owner id asks again. That settles it: what the first request got is found, what it did not get
+   is asked for. What cannot be settled in time leaves a tombstone, and `OutcomeUnknown` is raised.
+5. Held by another: look again, with jitter, no later than the moment when the row is to be had; then 2.
+6. A bucket that is closed: follow where it went.
+
+Source: the lease of Gray and Cheriton (1989), with fencing tokens; ShedLock's four storage verbs. The rules were found
+by exploring small models exhaustively; tests/faults/test_lease_faults.py walks through the wrong variants.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from lockrouter.backoff import jittered
+from lockrouter.deadline import Deadline, now
+from lockrouter.errors import (
+    Frozen,
+    KeyCollision,
+    LockTimeout,
+    MaintenanceStall,
+    OutcomeUnknown,
+    RouterClosed,
+    ShardUnavailable,
+    TopologyMismatch,
+)
+from lockrouter.leases.entry import Entry
+from lockrouter.leases.queues import Place
+from lockrouter.leases.rows import Item, Said, Seen, Verb, digest
+from lockrouter.leases.trouble import error_of, refuse_in_outage
+from lockrouter.owners import describe, running
+from lockrouter.protocol.effects import SLEEP, WAIT, Operation, Waiter
+from lockrouter.session import Answered, driver_error
+from lockrouter.sql.leases import Wanted
+
+if TYPE_CHECKING:
+    from lockrouter.config import ResolvedClass
+    from lockrouter.leases.service import Leases
+    from lockrouter.routing import Address
+    from lockrouter.shard import Shard
+
+__all__ = ["Take", "take"]
+
+_FIRST_POLL = 0.05
+_LONGEST_POLL = 0.5
+_AFTER_FREE = 0.002
+_LOCKED_PAUSE = 0.02
+
+
+class Take:
+    """One caller's request for one lease, from its first look at the queue to its entry."""
+
+    def __init__(
+        self,
+        leases: Leases,
+        kind: int,
+        key: bytes,
+        address: Address,
+        *,
+        ttl: float,
+        deadline: Deadline,
+        payload: bytes,
+        keep_alive: bool,
+        rule: ResolvedClass | None,
+    ) -> None:
+        self.leases = leases
+        self.kind = kind
+        self.key = key
+        self.address = address
+        self.k = digest(leases.topology, kind, key)
+        self.ttl = ttl
+        self.deadline = deadline
+        self.payload = payload
+        self.keep_alive = keep_alive
+        self.rule = rule
+        self.thing = running()
+        self.wait = deadline.timeout > 0
+        self.shard: Shard = leases.shards[address.shard]
+        self.waiter = Waiter()
+        # True once the lease is known to be held elsewhere: this caller looks again and again.
+        self.polls = False
+        self.entry: Entry | None = None
+        self.began()
+
+    def began(self) -> None:
+        """Begin a new acquisition: nothing that carries the old owner id can be on its way any more, or it is dead."""
+        self.owner = os.urandom(16)
+        # Before the first request with this owner id whose outcome hangs in the air.
+        self.since: float | None = None
+        self.doubtful = False
+
+    def settled(self) -> None:
+        """The row is not the caller's: a request that may still be on its way must never make it the caller's."""
+        if self.doubtful:
+            self.leases.bury(self.shard, self.address.table, self.row, self.ttl)
+            self.began()
+        self.since = None
+
+    @property
+    def row(self) -> Wanted:
+        """The row as it is asked for."""
+        ttl_us = int(self.ttl * 1_000_000)
+        return Wanted(self.address.bucket, self.k, self.kind, self.key, self.owner, 0, ttl_us, self.payload)
+
+    @property
+    def until(self) -> float:
+        """The end of everything that is not waiting for another holder."""
+        return self.deadline.at if self.wait else self.deadline.started + self.shard.config.pool.connect_timeout
+
+    def timed_out(self) -> LockTimeout:
+        """The error of a lease that stayed held, naming who holds it where that is known."""
+        held = self.leases.queues.holder(self.k)
+        if held is not None:
+            holder = f"{describe(held.thing)} of this process, for {now() - held.granted_at:.3f} s"
+        else:
+            holder = f"another process; ask: lockrouter holders {self.leases.config.path or 'FILE'} KEY"
+        waited = self.deadline.waited()
+        return LockTimeout(
+            f"the lease of key {self.leases.shown(self.key)} on shard {self.shard.id} stayed held for {waited:.3f} s; "
+            f"held by {holder}",
+            key=self.key,
+            address=self.address,
+            waited=waited,
+            holder=holder,
+        )
+
+
+def take(ask: Take) -> Operation[Entry | None]:
+    """Return the caller's lease, or None where it is held and the caller would not wait.
+
+    Raises:
+        LockTimeout: held for the whole timeout.
+        KeyCollision, Frozen, Overloaded, RouterClosed, or a ShardError: as the contract says.
+    """
+    queues = ask.leases.queues
+    max_waiters = ask.rule.max_waiters if ask.rule is not None else None
+    _refuse_frozen(ask)
+    place = queues.enter(ask, wait=ask.wait, max_waiters=max_waiters)
+    if place is Place.BUSY:
+        return None
+    try:
+        if place is Place.QUEUED:
+            yield from _queue(ask)
+        found = yield from _attempt(ask)
+        while isinstance(found, Seen) and ask.wait:
+            yield from _look_again(ask, found)
+            found = yield from _attempt(ask)
+        return found if isinstance(found, Entry) else None
+    finally:
+        if ask.doubtful and ask.entry is None:
+            ask.leases.bury(ask.shard, ask.address.table, ask.row, ask.ttl)
+        queues.leave(ask)
+
+
+def _refuse_frozen(ask: Take) -> None:
+    frozen = ask.rule is not None and (ask.rule.frozen or ask.key.startswith(ask.shard.frozen))
+    if frozen:
+        raise Frozen(f"key {ask.leases.shown(ask.key)} is frozen: the operators' emergency stop")
+
+
+def _queue(ask: Take) -> Operation[None]:
+    """Step 1: wait until this caller is the lead."""
+    while not ask.leases.queues.leads(ask):
+        if ask.leases.closed:
+            raise RouterClosed("the router was closed while waiting")
+        if ask.deadline.left() <= 0:
+            raise ask.timed_out()
+        yield (WAIT, ask.waiter, ask.deadline.at)
+
+
+def _look_again(ask: Take, seen: Seen) -> Operation[None]:
+    """Step 5: return when the row looks free, or the holder here has let it go.
+
+    Raises:
+        LockTimeout: at the deadline.
+    """
+    skew, pause = ask.leases.config.router.clock_skew, _FIRST_POLL
+    ask.polls = True
+    while (free_in := seen.free_in(skew)) > 0:
+        until = min(now() + min(jittered(pause), free_in + _AFTER_FREE), ask.deadline.at)
+        woken = yield (WAIT, ask.waiter, until)
+        if ask.leases.closed:
+            raise RouterClosed("the router was closed while waiting")
+        if ask.deadline.left() <= 0:
+            raise ask.timed_out()
+        if woken:
+            return
+        pause = min(pause * 2, _LONGEST_POLL)
+        item = Item(Verb.READ, ask.address.table, ask.row)
+        answer = yield from _ask(ask, item)
+        if not isinstance(answer, Seen):
+            return  # gone, or in trouble: the next attempt says
+        seen = answer
+
+
+def _attempt(ask: Take) -> Operation[Entry | Seen]:
+    """Steps 2 to 4 and 6: repeat until the row is the caller's or somebody else's."""
+    while True:
+        item = Item(Verb.ACQUIRE, ask.address.table, ask.row)
+        item.sent_at = ask.since
+        answer = yield from _ask(ask, item)
+        if isinstance(answer, Seen):
+            if (answer.kind, answer.key) != (ask.kind, ask.key):
+                raise KeyCollision(f"key {ask.leases.shown(ask.key)} has the digest of another key's lease")
+            if answer.owner == ask.owner:
+                entry = ask.leases.admit(ask, item, answer)
+                if entry is not None:
+                    return entry
+                continue
+            ask.settled()
+            if answer.open and answer.free_in(ask.leases.config.router.clock_skew) > 0:
+                return answer
+        if isinstance(answer, Answered):
+            raise error_of(ask.shard, answer)
+        if answer is None or isinstance(answer, Seen):
+            yield from _follow(ask)
+        elif ask.until - now() <= _LOCKED_PAUSE:
+            raise MaintenanceStall("the lease's row is locked by somebody's transaction", shard=ask.shard.id)
+        else:
+            yield (SLEEP, now() + jittered(_LOCKED_PAUSE), None)
+
+
+def _ask(ask: Take, item: Item) -> Operation[Seen | Said | Answered | None]:
+    """Have an item carried out, as often as its replies are lost, within the deadline."""
+    faults = 0
+    while True:
+        yield from _ready(ask)
+        try:
+            done = yield from ask.leases.lanes(ask.shard).taking.submit(item, ask.until)
+        except BaseException:
+            ask.doubtful = ask.doubtful or item.verb is Verb.ACQUIRE
+            raise
+        if item.verb is Verb.ACQUIRE:
+            ask.since = item.sent_at
+            # Until an answer says otherwise, the server may still do it.
+            ask.doubtful = ask.doubtful or (item.sent_at is not None and not (done and item.error is None))
+        if done and item.error is None:
+            return item.answer
+        error = item.error
+        faults += 1
+        retries = ask.shard.config.breaker.retries
+        if isinstance(error, Answered) and ask.since is None:
+            raise error_of(ask.shard, error)
+        if not done or faults > retries or now() >= ask.until:
+            _give_up(ask, error)
+        yield (SLEEP, min(now() + jittered(ask.shard.config.breaker.retry_delay), ask.until), None)
+        again = Item(item.verb, item.table, item.row)
+        again.sent_at = ask.since
+        item = again
+
+
+def _give_up(ask: Take, error: Exception | None) -> None:
+    what = "did not answer within the caller's timeout" if error is None else f"does not answer: {error}"
+    cause = None if error is None else driver_error(error)
+    if ask.doubtful:
+        raise OutcomeUnknown(f"{what}; the lease may have been granted, and is given up", shard=ask.shard.id) from cause
+    raise ShardUnavailable(what, shard=ask.shard.id) from cause
+
+
+def _ready(ask: Take) -> Operation[None]:
+    """Wait until the shard may grant.
+
+    Raises:
+        RouterClosed, or a ShardError: it may not, or not in time.
+    """
+    shard = ask.shard
+    while True:
+        if ask.leases.closed:
+            raise RouterClosed("the router was closed while waiting")
+        try:
+            refuse_in_outage(shard)
+        except ShardUnavailable as error:
+            if ask.doubtful:
+                _give_up(ask, error)
+            raise
+        if shard.rights is not None:
+            return
+        if now() >= ask.until:
+            raise shard.unready_error()
+        waiter = shard.watch_for_change()
+        try:
+            shard.poke_control()
+            if shard.rights is None:
+                yield (WAIT, waiter, min(ask.until, now() + shard.config.router.role_check))
+        finally:
+            shard.unwatch(waiter)
+
+
+def _follow(ask: Take) -> Operation[None]:
+    """Step 6: the row was asked for, and is neither there nor held: its bucket may be closed here; go where it went.
+
+    Raises:
+        TopologyMismatch: this process's map does not know the shard it went to.
+    """
+    opened, target = yield from ask.leases.whereabouts(ask.shard, ask.address.bucket, ask.until)
+    if opened and now() < ask.until - _LOCKED_PAUSE:
+        yield (SLEEP, now() + jittered(_FIRST_POLL / 10), None)
+        return  # freed or deleted just after it was asked for: ask again
+    shard = ask.leases.shards.get(target)
+    if target and shard is None:
+        raise TopologyMismatch(
+            f"bucket {ask.address.bucket} has moved to shard {target}, which this map does not list", shard=ask.shard.id
+        )
+    if opened:
+        raise ask.timed_out()
+    if shard is None or now() >= ask.until - _LOCKED_PAUSE:
+        raise TopologyMismatch(
+            f"bucket {ask.address.bucket} is closed on this shard: it has moved, or is moving", shard=ask.shard.id
+        )
+    ask.settled()
+    ask.shard = shard
+    yield (SLEEP, min(now() + jittered(_LOCKED_PAUSE), ask.until), None)
