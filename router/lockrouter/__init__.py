@@ -35,16 +35,22 @@ from lockrouter.errors import (
 from lockrouter.lease import Lease
 from lockrouter.lockin import LockIn
 from lockrouter.lockset import LockSet
+from lockrouter.recipes.election import Election
+from lockrouter.recipes.guard import SKIPPED, Guard
+from lockrouter.recipes.semaphore import Permit, Semaphore
 from lockrouter.router import LockRouter
 from lockrouter.routing import Address
 from lockrouter.rowlock import RowLock
 from lockrouter.transaction import Transaction
 
 __all__ = [
+    "SKIPPED",
     "Address",
     "ConfigError",
     "CrossShard",
+    "Election",
     "Frozen",
+    "Guard",
     "InProgress",
     "InvalidKey",
     "KeyCollision",
@@ -62,10 +68,12 @@ __all__ = [
     "NotSeeded",
     "OutcomeUnknown",
     "Overloaded",
+    "Permit",
     "PoolTimeout",
     "RouterClosed",
     "RouterConfig",
     "RowLock",
+    "Semaphore",
     "ShardError",
     "ShardUnavailable",
     "Stale",

@@ -24,6 +24,7 @@ from lockrouter.owners import record
 from lockrouter.pool import Exhausted, PoolClosed
 from lockrouter.protocol.effects import WAIT, Operation, drive
 from lockrouter.quick import take_row_now
+from lockrouter.recipes.verbs import RecipeVerbs
 from lockrouter.rerun import run
 from lockrouter.routing import Address, encode
 from lockrouter.rowlock import RowLock
@@ -39,7 +40,7 @@ Result = TypeVar("Result")
 __all__ = ["LockRouter"]
 
 
-class LockRouter:
+class LockRouter(RecipeVerbs):
     """Locks keys on the rows of many MySQL databases, as one shard file maps them.
 
     Thread-safe; one per process. Built lazily: it may be made while a shard is down. After a fork the child owns

@@ -1,6 +1,6 @@
 """A long history of leases over eight processes, with every fault at once, is in order; that of a broken store is not.
 
-    pytest -m slow tests/faults/test_lease_history.py -s
+pytest -m slow tests/faults/test_lease_history.py -s
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def operations(folder: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in folder.glob("history-*")) // 3
 
 
-def owned(servers: list[Observer]) -> list[tuple[object, ...]]:
+def owned(servers: list[Observer]) -> list[tuple[bytes, float]]:
     """Leases of this test that are owned, expired or not, and the seconds left."""
-    found: list[tuple[object, ...]] = []
+    found: list[tuple[bytes, float]] = []
     for server in servers:
         for (table,) in server.ask("SHOW TABLES LIKE 'lease%'"):
             clock = server.clock_us()

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Generic, ParamSpec, TypeVar, final
+from typing import TYPE_CHECKING, Final, Generic, Literal, ParamSpec, TypeVar, final
 
 from lockrouter.deadline import now
 from lockrouter.errors import LockLost, ShardError
@@ -37,7 +37,7 @@ class Skipped:
 
     __slots__ = ()
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> Literal[False]:
         return False
 
     def __repr__(self) -> str:

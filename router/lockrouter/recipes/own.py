@@ -24,7 +24,7 @@ __all__ = ["Held", "Kind", "OwnLease", "Place", "holder_of", "holders", "take"]
 
 
 class Held(NamedTuple):
-    """A lease that is held, as it was read; `left` is in seconds until it expires, negative while only the margin is."""
+    """A lease that is held, as it was read; `left` is the seconds until it expires, negative in the margin after."""
 
     owner: bytes
     token: int

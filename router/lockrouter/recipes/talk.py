@@ -65,7 +65,7 @@ def _talk(shard: Shard, packets: Sequence[bytes], until: float, *, commit: bool)
     session = yield from shard.pool.check_out(until)
     try:
         yield from _rights(shard, session, until)
-        replies = []
+        replies: list[Reply] = []
         for packet in packets:
             reply = yield from session.exchange(packet, until + GRACE)
             if isinstance(reply, Err):

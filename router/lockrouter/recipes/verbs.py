@@ -60,7 +60,7 @@ class RecipeVerbs:
         return once(self._core, key, fn, ttl=ttl, keep=keep, transaction=transaction)
 
     def guard(self, name: str | bytes, *, ttl: float = 30.0, at_least: float = 0.0) -> Guard:
-        """A decorator, and a context manager: of all nodes that come, one runs; the others get `SKIPPED`, which is falsy.
+        """A decorator, and a context manager: of all nodes that come one runs, the others get `SKIPPED` (falsy).
 
         It is kept alive while it runs. If its node crashes, or is frozen for longer than `ttl`, the next node that asks
         runs the job again. The guarded function's `reason` says why it was skipped. Leaving raises `LockLost` where the
@@ -107,7 +107,7 @@ class RecipeVerbs:
         return Election(self._core, name, ttl=ttl)
 
     def semaphore(self, name: str | bytes, *, permits: int, ttl: float = 30.0) -> Semaphore:
-        """A semaphore of the whole fleet: at most `permits` of it are held at once, whoever asks, in the order they came.
+        """A semaphore of the whole fleet: at most `permits` are held at once; who waits is served in order.
 
             >>> gateway = router.semaphore("gateway-x", permits=2)
             >>> with gateway.acquire(timeout=2.0), gateway.acquire(timeout=2.0):
