@@ -229,7 +229,7 @@ def _attempt(ask: Take) -> Operation[Entry | Seen]:
 
 def _ask(ask: Take, item: Item) -> Operation[Seen | Said | Answered | None]:
     """Have an item carried out, as often as its replies are lost, within the deadline."""
-    faults = 0
+    faults, asked = 0, item
     while True:
         yield from _ready(ask)
         try:
@@ -242,6 +242,7 @@ def _ask(ask: Take, item: Item) -> Operation[Seen | Said | Answered | None]:
             # Until an answer says otherwise, the server may still do it.
             ask.doubtful = ask.doubtful or (item.sent_at is not None and not (done and item.error is None))
         if done and item.error is None:
+            asked.incarnation = item.incarnation  # the caller judges by the server that answered
             return item.answer
         error = item.error
         faults += 1
