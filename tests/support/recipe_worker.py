@@ -32,6 +32,7 @@ MESSAGES = 40
 PERMITS = 3
 SLOT = 3.0
 """Seconds between two runs of the guarded job."""
+AT_LEAST = 1.5
 TTL = 1.0
 
 EFFECTS = Table(
@@ -74,9 +75,11 @@ class Worker:
             if slot == last or self.stop.wait(max(0.0, slot * SLOT - now() + self.dice.uniform(0.0, 0.15))):
                 continue
             last = slot
+            if now() - slot * SLOT > AT_LEAST - 0.5:
+                continue  # frozen until long after its time: `at_least` covers what timers differ, not that
             call = self.history.invoke("nightly")
             with suppress(LockLost, ShardError):
-                guard = self.router.guard("nightly", ttl=TTL, at_least=SLOT / 2)
+                guard = self.router.guard("nightly", ttl=TTL, at_least=AT_LEAST)
                 with guard as held:
                     if not held:
                         call.say("fail", note=guard.reason or "")

@@ -39,7 +39,7 @@ __all__ = ["MAX_PERMITS", "PLACES", "PLACE_TTL", "Permit", "Semaphore"]
 MAX_PERMITS = 1000
 PLACES = 64
 """Processes that can queue for one semaphore in order; where there are more, the others try for a place at random."""
-PLACE_TTL = 3.0
+PLACE_TTL = 1.5
 
 _POLL = 0.02
 _SLOWEST_POLL = 0.25
