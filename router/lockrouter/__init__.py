@@ -32,7 +32,7 @@ from lockrouter.errors import (
     TopologyMismatch,
     WouldDeadlock,
 )
-from lockrouter.lease import Lease
+from lockrouter.leases.handle import Lease
 from lockrouter.lockin import LockIn
 from lockrouter.lockset import LockSet
 from lockrouter.recipes.election import Election

@@ -15,7 +15,7 @@ from lockrouter.core import Core
 from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import LockTimeout, Overloaded, RouterClosed, ShardError
 from lockrouter.fencing import Target, fence
-from lockrouter.lease import Lease, checked_payload, checked_ttl, require_lease_mode
+from lockrouter.leases.handle import Lease, checked_payload, checked_ttl, require_lease_mode
 from lockrouter.leases.rows import Kind
 from lockrouter.leases.taking import Take
 from lockrouter.lockin import LockIn, lock_in
@@ -223,7 +223,7 @@ class LockRouter(RecipeVerbs):
         rule = self._core.config.class_of(raw)
         seconds, patience = checked_ttl(ttl), checked_timeout(timeout, rule.timeout)
         require_lease_mode(rule)
-        entry, ask = self._core.leases.acquire(
+        return self._core.leases.acquire(
             Kind.LEASE,
             raw,
             ttl=seconds,
@@ -231,8 +231,8 @@ class LockRouter(RecipeVerbs):
             payload=checked_payload(payload),
             keep_alive=keep_alive,
             rule=rule,
+            name=key,
         )
-        return (None if entry is None else Lease(self._core.leases, key, entry)), ask
 
     def transaction(self, keys: Keys, timeout: float | None = None) -> Transaction:
         """A context manager: a SQLAlchemy `Connection` in the very transaction that holds the row locks of `keys`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from lockrouter.errors import LossReason
 from lockrouter.sql.leases import Wanted
 
 if TYPE_CHECKING:
+    from lockrouter.leases.handle import Lease
     from lockrouter.shard import Shard
 
 __all__ = ["TELL_EARLIER", "Entry"]
@@ -25,17 +27,16 @@ class Entry:
         "deadline",
         "doubtful",
         "granted_at",
+        "handle",
         "keep_alive",
         "key",
         "kill_at",
         "lost",
-        "mode",
         "next_at",
         "overdue_at",
         "released",
         "renewing",
         "row",
-        "segment",
         "shard",
         "table",
         "thing",
@@ -66,6 +67,8 @@ class Entry:
         self.granted_at = granted_at
         self.keep_alive = keep_alive
         self.thing = thing
+        # Whoever drops it has given the lease up, whether or not its finaliser could say so.
+        self.handle: weakref.ref[Lease] | None = None
         self.lost: LossReason | None = None
         self.released = False
         # A reply was lost on the way here: the request may still be carried out once more.
@@ -76,6 +79,11 @@ class Entry:
         self.overdue_at: float | None = None
         self.kill_at: float | None = None
         self.callbacks: list[Callable[[LossReason], object]] = []
+
+    @property
+    def name(self) -> tuple[int, bytes]:
+        """Kind and key: what callers of this process queue for."""
+        return self.row.kind, self.row.key
 
     @property
     def over_at(self) -> float:

@@ -117,8 +117,6 @@ class Keeper:
         if self._watcher is not None and task is not None:
             self._watcher.poke(task)
 
-    # -- orders -------------------------------------------------------------------------------------------------
-
     def watch(self, entry: Entry) -> None:
         """From now on the entry is renewed, where that is wanted, and found lost in time."""
         over_at = entry.over_at
@@ -181,8 +179,6 @@ class Keeper:
         for renewer in self._renewers.values():
             renewer.store.close()
 
-    # -- time ---------------------------------------------------------------------------------------------------
-
     def _time(self) -> Operation[None]:
         while True:
             self._leases.reap()
@@ -213,14 +209,15 @@ class Keeper:
         if entry.overdue_at is not None and at >= entry.overdue_at:
             entry.overdue_at = None
             _log.warning("the lease of key %s is held for half its max_hold", self._leases.shown(entry.key))
+        if entry.handle is not None and entry.handle() is None:
+            self._leases.drop(entry)
+            return
         self._arm(entry, entry.over_at)
         if entry.keep_alive and not entry.renewing:
             renewer = self._renewers[entry.shard.id]
             entry.renewing = True
             renewer.due.append(entry)
             self._poke(renewer.task)
-
-    # -- renewals -----------------------------------------------------------------------------------------------
 
     def _renew(self, renewer: _Renewer) -> Operation[None]:
         while True:
@@ -251,13 +248,13 @@ class Keeper:
                 self._again_soon(entry)
                 continue
             assert item.sent_at is not None
-            reason = self._leases.renewed(entry, item.answer, item.sent_at, entry.row.ttl / 1e6)
-            if reason is not None and not (yield from self._moved(entry, item.answer)):
+            reason = self._leases.renewed(entry, item.answer, item.sent_at, item.row.ttl / 1e6)
+            if item.answer is not Said.DONE and (yield from self._moved(entry, item.answer)):
+                failed += 1
+                self._again_soon(entry)
+            elif reason is not None:
                 lost += 1
                 self._leases.lose(entry, reason)
-            elif reason is not None or (isinstance(item.answer, Seen) and not item.answer.open):
-                yield from self._moved(entry, item.answer)
-                self._again_soon(entry)
             else:
                 renewed += 1
                 if entry.held:
@@ -299,23 +296,19 @@ class Keeper:
         renewer.failures = 0
         return None
 
-    # -- tombstones ---------------------------------------------------------------------------------------------
-
     def _due_tombs(self, renewer: _Renewer) -> list[Tomb]:
         at, due = now(), []
         for owner, tomb in tuple(renewer.tombs.items()):
-            if at >= tomb.next_at:
-                due.append(tomb)
-            elif at > tomb.until:
+            if at > tomb.until and tomb.tries:
                 renewer.tombs.pop(owner, None)
+            elif at >= tomb.next_at:
+                due.append(tomb)
         return due[:MAX_ROWS]
 
     def _release_all(self, renewer: _Renewer, tombs: list[Tomb]) -> Operation[None]:
         yield from self._carry_out(renewer, [Item(Verb.RELEASE, tomb.table, tomb.row) for tomb in tombs])
         for tomb in tombs:
             tomb.sent()
-            if tomb.next_at > tomb.until:
-                tomb.next_at = tomb.until + _FIRST_PAUSE
 
     def _finish(self, renewer: _Renewer) -> Operation[None]:
         lanes = self._leases.lanes(renewer.shard)

@@ -87,8 +87,6 @@ class Lane:
         """True while nothing is on its way."""
         return self._current is None
 
-    # -- blocks under the mutex ---------------------------------------------------------------------------------
-
     def _join(self, item: Item) -> Batch | None:
         with self._lock:
             if self._current is not None:

@@ -37,7 +37,7 @@ class Place(enum.Enum):
 class Waiting(Protocol):
     """What the queues know of a caller."""
 
-    k: bytes
+    name: tuple[int, bytes]
     waiter: Waiter
     shard: Shard
     polls: bool
@@ -57,7 +57,7 @@ class Queues:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queues: dict[bytes, _Queue] = {}
+        self._queues: dict[tuple[int, bytes], _Queue] = {}
 
     def enter(self, caller: Waiting, *, wait: bool, max_waiters: int | None) -> Place:
         """Find the caller its place.
@@ -66,9 +66,9 @@ class Queues:
             Overloaded: `max_waiters` callers wait already.
         """
         with self._lock:
-            queue = self._queues.get(caller.k)
+            queue = self._queues.get(caller.name)
             if queue is None:
-                queue = self._queues[caller.k] = _Queue()
+                queue = self._queues[caller.name] = _Queue()
             if queue.held is None and queue.lead is None:
                 queue.lead = caller
                 return Place.LEAD
@@ -84,13 +84,13 @@ class Queues:
     def leads(self, caller: Waiting) -> bool:
         """True once the caller is the one to ask the server."""
         with self._lock:
-            queue = self._queues.get(caller.k)
+            queue = self._queues.get(caller.name)
             return queue is not None and queue.lead is caller
 
     def granted(self, caller: Waiting, entry: Entry) -> None:
         """The caller has the lease."""
         with self._lock:
-            queue = self._queues.setdefault(caller.k, _Queue())
+            queue = self._queues.setdefault(caller.name, _Queue())
             queue.held = entry
             if queue.lead is caller:
                 queue.lead = None
@@ -98,36 +98,36 @@ class Queues:
     def leave(self, caller: Waiting) -> None:
         """The caller is here no more, whatever it was; idempotent."""
         with self._lock:
-            queue = self._queues.get(caller.k)
+            queue = self._queues.get(caller.name)
             if queue is None:
                 return
             if queue.lead is caller:
                 queue.lead = None
             elif caller in queue.waiting:
                 queue.waiting.remove(caller)
-            self._next(caller.k, queue)
+            self._next(caller.name, queue)
 
     def freed(self, entry: Entry) -> None:
         """The lease is released, or lost: whoever is next may ask for it. Idempotent."""
         with self._lock:
-            queue = self._queues.get(entry.row.k)
+            queue = self._queues.get(entry.name)
             if queue is not None and queue.held is entry:
                 queue.held = None
-                self._next(entry.row.k, queue)
+                self._next(entry.name, queue)
 
-    def _next(self, k: bytes, queue: _Queue) -> None:
+    def _next(self, name: tuple[int, bytes], queue: _Queue) -> None:
         """Under `_lock`."""
         if queue.held is None and queue.lead is None and queue.waiting:
             queue.lead = queue.waiting.popleft()
         if queue.held is None and queue.lead is not None:
             queue.lead.waiter.wake()
         elif queue.held is None and not queue.waiting:
-            del self._queues[k]
+            del self._queues[name]
 
-    def holder(self, k: bytes) -> Entry | None:
+    def holder(self, name: tuple[int, bytes]) -> Entry | None:
         """The lease of this key that this process holds."""
         with self._lock:
-            queue = self._queues.get(k)
+            queue = self._queues.get(name)
             return None if queue is None else queue.held
 
     def wake_all(self) -> None:

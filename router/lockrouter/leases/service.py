@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from lockrouter.deadline import Deadline, now
 from lockrouter.errors import LockTimeout, LossReason, Overloaded, ShardError, ShardUnavailable
 from lockrouter.leases import giving
 from lockrouter.leases.entry import Entry
+from lockrouter.leases.handle import Lease
 from lockrouter.leases.keeper import Keeper
 from lockrouter.leases.lane import Lane
 from lockrouter.leases.queues import Queues
@@ -85,8 +87,6 @@ class Leases:
         """The lanes of a shard."""
         return self._lanes[shard.id]
 
-    # -- the verbs ----------------------------------------------------------------------------------------------
-
     def acquire(
         self,
         kind: int,
@@ -98,13 +98,15 @@ class Leases:
         keep_alive: bool = True,
         rule: ResolvedClass | None = None,
         address: Address | None = None,
-    ) -> tuple[Entry | None, Take]:
-        """Take a lease and return its entry, or None where it stayed held; and the request, which knows who holds it.
+        name: str | bytes | None = None,
+    ) -> tuple[Lease | None, Take]:
+        """Take a lease and return its handle, or None where it stayed held; and the request, which knows who holds it.
 
         The arguments have been checked. With a `timeout` of 0 nobody is waited for.
 
         Args:
             kind: whose lease it is; see `Kind`.
+            name: what the handle's `key` says; None: the key.
             rule: the class of the key, for users' leases.
             address: where the row is to be, for leases that belong to a shard rather than to a key.
 
@@ -118,6 +120,7 @@ class Leases:
         ask = Take(
             self, kind, key, where, ttl=ttl, deadline=deadline, payload=payload, keep_alive=keep_alive, rule=rule
         )
+        ask.handle = handle = Lease(self, key if name is None else name)
         stats, segment = self.shards[where.shard].stats.lease, self._core.segment(where.bucket)
         outcome = "error"
         try:
@@ -135,7 +138,7 @@ class Leases:
             raise
         finally:
             stats.ended(outcome, deadline.waited(), segment)
-        return entry, ask
+        return (None if entry is None else handle), ask
 
     def admit(self, ask: Take, item: Item, seen: Seen) -> Entry | None:
         """Step 3 of `take`: make the entry of a granted lease; None: it came too late, and is given back."""
@@ -163,6 +166,11 @@ class Leases:
         if ask.rule is not None and ask.rule.max_hold is not None:
             entry.overdue_at = entry.granted_at + ask.rule.max_hold / 2
             entry.kill_at = entry.granted_at + ask.rule.max_hold if ask.rule.kill else None
+        handle = ask.handle
+        assert handle is not None
+        # From here on whoever drops the handle, an interrupt too, gives the lease up.
+        entry.handle = weakref.ref(handle)
+        handle.attach(entry)
         with self._lock:
             self.entries[ask.owner] = entry
             ask.entry = entry
@@ -245,8 +253,6 @@ class Leases:
             self.entries.pop(entry.row.owner, None)
             return True
 
-    # -- loss ---------------------------------------------------------------------------------------------------
-
     def loss_of(self, entry: Entry) -> LossReason | None:
         """Why a lease is lost, by what is known and by the clock, or None; no I/O."""
         if entry.held and now() >= entry.over_at:
@@ -261,13 +267,13 @@ class Leases:
             entry.lost = reason
             self.entries.pop(entry.row.owner, None)
             callbacks, entry.callbacks = entry.callbacks, []
+        entry.shard.stats.count_lost("lease", reason.value)
+        _log.warning("lease lost: key %s on shard %s: %s", self.shown(entry.key), entry.shard.id, reason.value)
         for callback in callbacks:
             try:
                 threading.Thread(target=callback, args=(reason,), name="lockrouter-on-lost", daemon=True).start()
             except RuntimeError:
                 _log.exception("no thread could be started to tell a holder of its loss")
-        entry.shard.stats.count_lost("lease", reason.value)
-        _log.warning("lease lost: key %s on shard %s: %s", self.shown(entry.key), entry.shard.id, reason.value)
         self.bury_entry(entry)
         self.queues.freed(entry)
         return True
@@ -278,8 +284,6 @@ class Leases:
             if entry.held:
                 entry.callbacks.append(callback)
             return entry.lost
-
-    # -- what the keeper and the algorithms tell ------------------------------------------------------------------
 
     def renewed(self, entry: Entry, answer: Answer, sent_at: float, ttl: float) -> LossReason | None:
         """Take note of the answer to one renewal sent at `sent_at`; why the lease is lost by it, or None.
@@ -321,8 +325,6 @@ class Leases:
             raise ShardUnavailable(f"does not answer: {error}", shard=shard.id) from driver_error(error)
         finally:
             store.close()
-
-    # -- life ---------------------------------------------------------------------------------------------------
 
     def tasks(self, watcher: Watcher) -> list[Task]:
         """The endless operations of the leases, to be run by `watcher`."""

@@ -1,7 +1,7 @@
 """The four verbs on stored leases, and their one real implementation: a connection of its own to a shard.
 
-`acquire` takes free rows (new, released or expired ones), `renew` prolongs, `release` frees, `read` looks. The algorithms
-above know nothing of SQL, the statements nothing of waiting.
+`acquire` takes free rows (new, released or expired ones), `renew` prolongs, `release` frees, `read` looks. The
+algorithms above know nothing of SQL, the statements nothing of waiting.
 """
 
 from __future__ import annotations
@@ -121,8 +121,6 @@ class SqlStore:
         session, self.session = self.session, None
         if session is not None:
             session.close()
-
-    # -- inside -------------------------------------------------------------------------------------------------
 
     def _ready(self, until: float) -> Operation[Session]:
         session, rights = self.session, self._shard.rights

@@ -42,6 +42,7 @@ from lockrouter.sql.leases import Wanted
 
 if TYPE_CHECKING:
     from lockrouter.config import ResolvedClass
+    from lockrouter.leases.handle import Lease
     from lockrouter.leases.service import Leases
     from lockrouter.routing import Address
     from lockrouter.shard import Shard
@@ -52,6 +53,7 @@ _FIRST_POLL = 0.05
 _LONGEST_POLL = 0.5
 _AFTER_FREE = 0.002
 _LOCKED_PAUSE = 0.02
+_FREED_PAUSE = 0.002
 
 
 class Take:
@@ -73,6 +75,7 @@ class Take:
         self.leases = leases
         self.kind = kind
         self.key = key
+        self.name = (kind, key)
         self.address = address
         self.k = digest(leases.topology, kind, key)
         self.ttl = ttl
@@ -87,6 +90,7 @@ class Take:
         # True once the lease is known to be held elsewhere: this caller looks again and again.
         self.polls = False
         self.entry: Entry | None = None
+        self.handle: Lease | None = None
         self.began()
 
     def began(self) -> None:
@@ -116,7 +120,7 @@ class Take:
 
     def timed_out(self) -> LockTimeout:
         """The error of a lease that stayed held, naming who holds it where that is known."""
-        held = self.leases.queues.holder(self.k)
+        held = self.leases.queues.holder(self.name)
         if held is not None:
             holder = f"{describe(held.thing)} of this process, for {now() - held.granted_at:.3f} s"
         else:
@@ -219,8 +223,13 @@ def _attempt(ask: Take) -> Operation[Entry | Seen]:
                 return answer
         if isinstance(answer, Answered):
             raise error_of(ask.shard, answer)
-        if answer is None or isinstance(answer, Seen):
+        if answer is None or (isinstance(answer, Seen) and not answer.open):
             yield from _follow(ask)
+        elif isinstance(answer, Seen):
+            # Freed just after it was asked for.
+            if now() >= ask.until:
+                return answer
+            yield (SLEEP, now() + jittered(_FREED_PAUSE), None)
         elif ask.until - now() <= _LOCKED_PAUSE:
             raise MaintenanceStall("the lease's row is locked by somebody's transaction", shard=ask.shard.id)
         else:
@@ -295,15 +304,15 @@ def _ready(ask: Take) -> Operation[None]:
 
 
 def _follow(ask: Take) -> Operation[None]:
-    """Step 6: the row was asked for, and is neither there nor held: its bucket may be closed here; go where it went.
+    """Step 6: the row was asked for, and is not there, or its bucket is closed here; go where that went.
 
     Raises:
         TopologyMismatch: this process's map does not know the shard it went to.
     """
     opened, target = yield from ask.leases.whereabouts(ask.shard, ask.address.bucket, ask.until)
-    if opened and now() < ask.until - _LOCKED_PAUSE:
-        yield (SLEEP, now() + jittered(_FIRST_POLL / 10), None)
-        return  # freed or deleted just after it was asked for: ask again
+    if opened and now() < ask.until:
+        yield (SLEEP, now() + jittered(_FREED_PAUSE), None)
+        return  # deleted just after it was asked for: ask again
     shard = ask.leases.shards.get(target)
     if target and shard is None:
         raise TopologyMismatch(

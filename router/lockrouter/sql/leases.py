@@ -3,7 +3,7 @@
 Every value is an integer or a hexadecimal literal. `now` is NOW, the start of the statement: a statement that waited
 judges by the earlier time, so it can find a lease still held that has just expired, never the other way round.
 
-Each statement share-locks the rows of `lock_bucket` it depends on: behind a fence it waits, and finds the bucket closed.
+Each statement share-locks the rows of `lock_bucket` it needs: behind a fence it waits, and finds the bucket closed.
 `lock_meta` is read in subqueries, which lock nothing: the grant window's UPDATE must not wait for leases.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lockrouter.protocol.packets import query
-from lockrouter.sql.schema import lease_name
 from lockrouter.sql.statements import MYSQL, Dialect
 from lockrouter.tokens import EPOCH_US
 
@@ -75,7 +74,7 @@ def take(dialect: Dialect, table: int, rows: Sequence[Wanted], skew_us: int) -> 
     `owner`, those after it ask whether the owner is the new one, whose id no other acquisition has. Repeated after a
     lost reply it finds its own owner and at most prolongs.
     """
-    t = lease_name(table).encode()
+    t = b"lease_%02d" % table
     free_now = (
         b"((%b.owner = '' OR (CAST(%b.expires AS SIGNED) + %d <= %b AND %b >= %b + CAST(%b.ttl AS SIGNED)))"
         b" AND %b.key_text = v.key_text AND %b.kind = v.kind)"
@@ -97,7 +96,7 @@ def take(dialect: Dialect, table: int, rows: Sequence[Wanted], skew_us: int) -> 
 
 
 def _change(dialect: Dialect, table: int, rows: Sequence[Wanted], change: bytes, also: bytes = b"") -> bytes:
-    t = lease_name(table).encode()
+    t = b"lease_%02d" % table
     source = _source(dialect, b"bucket,k,owner,token,ttl", rows, _short)
     return query(
         b"UPDATE %b STRAIGHT_JOIN lock_bucket AS b ON b.bucket = v.bucket AND b.epoch > 0"
@@ -130,13 +129,13 @@ def find(table: int, rows: Sequence[Wanted]) -> bytes:
     return query(
         b"SELECT k, owner, token, kind, key_text, CAST(expires AS SIGNED) - %b, %b + CAST(ttl AS SIGNED) - %b,"
         b" (SELECT b.epoch FROM lock_bucket AS b WHERE b.bucket = l.bucket) FROM %b AS l WHERE %b"
-        % (_NOW, _TERM_STARTED, _NOW, lease_name(table).encode(), _where(rows))
+        % (_NOW, _TERM_STARTED, _NOW, b"lease_%02d" % table, _where(rows))
     )
 
 
 def find_unlocked(table: int, rows: Sequence[Wanted]) -> bytes:
     """The packets that read the digests of the rows that exist, then of those that nobody has locked; none waits."""
-    plain = b"SELECT k FROM %b WHERE %b" % (lease_name(table).encode(), _where(rows))
+    plain = b"SELECT k FROM %b WHERE %b" % (b"lease_%02d" % table, _where(rows))
     return query(plain) + query(plain + b" FOR UPDATE SKIP LOCKED")
 
 

@@ -69,19 +69,35 @@ class Lease:
     `ResourceWarning`.
     """
 
-    __slots__ = ("__weakref__", "_entry", "_generation", "_leases", "_open", "key", "owner", "token")
+    __slots__ = ("__weakref__", "_generation", "_held_as", "_leases", "_open", "key")
 
-    def __init__(self, leases: Leases, key: str | bytes, entry: Entry) -> None:
+    def __init__(self, leases: Leases, key: str | bytes) -> None:
         self._leases = leases
         self._generation = leases.generation
-        self._entry = entry
-        # True until it is released, or a release has said that it was lost.
-        self._open = True
+        self._held_as: Entry | None = None
+        # True from the grant until it is released, or a release has said that it was lost.
+        self._open = False
         self.key = key
-        self.token = entry.row.token
+
+    def attach(self, entry: Entry) -> None:
+        """Let the handle have what was taken for it."""
+        self._held_as = entry
+        self._open = True
+
+    @property
+    def _entry(self) -> Entry:
+        assert self._held_as is not None
+        return self._held_as
+
+    @property
+    def token(self) -> int:
         """The fencing token: greater than that of every earlier holder of this key."""
-        self.owner = entry.row.owner.hex()
+        return self._entry.row.token
+
+    @property
+    def owner(self) -> str:
         """The id of this very acquisition, as operators see it."""
+        return self._entry.row.owner.hex()
 
     @property
     def ttl(self) -> float:
