@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from lockrouter.backoff import jittered
 from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import LockRouterError, LossReason, RouterClosed, ShardError
-from lockrouter.lease import checked_ttl
+from lockrouter.leases.handle import checked_ttl
 from lockrouter.recipes.calling import arguments_of
 from lockrouter.recipes.own import Kind, OwnLease, Place, holder_of, take
 

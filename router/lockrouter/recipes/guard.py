@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Generic, Literal, ParamSpec, TypeVar, f
 
 from lockrouter.deadline import now
 from lockrouter.errors import LockLost, ShardError
-from lockrouter.lease import checked_ttl
+from lockrouter.leases.handle import checked_ttl
 from lockrouter.recipes.calling import refuse_coroutines
 from lockrouter.recipes.own import Kind, OwnLease, Place, holder_of, take
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason, TopologyMismatch
-from lockrouter.lease import Lease, checked_ttl
+from lockrouter.leases.handle import Lease, checked_ttl
 from lockrouter.leases.rows import Kind, digest
 from lockrouter.protocol.packets import Ok, Reply, Rows
 from lockrouter.recipes.talk import Refused, talk
@@ -109,7 +109,7 @@ def take(place: Place, *, ttl: float, payload: bytes = b"", rule: ResolvedClass 
         ShardError: the shard does not answer.
     """
     leases = place.core.leases
-    entry, _ = leases.acquire(
+    lease, _ = leases.acquire(
         place.kind,
         place.key,
         ttl=checked_ttl(ttl),
@@ -117,8 +117,11 @@ def take(place: Place, *, ttl: float, payload: bytes = b"", rule: ResolvedClass 
         payload=payload,
         rule=rule,
         address=place.address,
+        name=place.name,
+        make=OwnLease,
     )
-    return None if entry is None else OwnLease(leases, place.name, entry)
+    assert lease is None or isinstance(lease, OwnLease)
+    return lease
 
 
 def holders(base: Place, places: Sequence[Place]) -> dict[bytes, Held]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from lockrouter.backoff import jittered
 from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import InvalidKey, LockLost, LockRouterError, LockTimeout, LossReason
-from lockrouter.lease import checked_ttl
+from lockrouter.leases.handle import checked_ttl
 from lockrouter.protocol.effects import Waiter
 from lockrouter.recipes.own import Held, Kind, OwnLease, Place, holders, take
 from lockrouter.routing import MAX_KEY_BYTES, encode
