@@ -51,6 +51,8 @@ SKIPPED: Final = Skipped()
 class Guarded(Generic[P, Result]):
     """A guarded function: called, it runs, or answers `SKIPPED`."""
 
+    __name__: str
+
     def __init__(self, guard: Guard, function: Callable[P, Result]) -> None:
         self.guard = guard
         self._function = function

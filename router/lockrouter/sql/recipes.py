@@ -115,11 +115,14 @@ FILL_RESULT = text(
 
 
 def end_lease(table: int, place: tuple[int, bytes], holder: tuple[bytes, int], least_us: int) -> bytes:
-    """The packet that has a lease expire `least_us` after it was acquired, or now; affects no row if it is lost."""
+    """The packet that has a lease expire `least_us` after it was acquired, or now; affects no row if it is lost.
+
+    Its ttl becomes 0: after a failover nobody need be given the time to renew it.
+    """
     bucket, digest = place
     owner, token = holder
     return query(
-        f"UPDATE {lease_name(table)} SET expires = GREATEST(acquired + {least_us}, {_NOW})"
+        f"UPDATE {lease_name(table)} SET ttl = 0, expires = GREATEST(acquired + {least_us}, {_NOW})"
         f" WHERE bucket = {bucket} AND k = {_hex(digest)} AND owner = {_hex(owner)} AND token = {token}"
         f" AND expires > {_NOW}".encode()
     )
