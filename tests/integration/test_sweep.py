@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client import CollectorRegistry
+from typer.testing import CliRunner
 
-from lockrouter import load
+from lockrouter import LockRouter, load
 from lockrouter.admin.sweep import AGE, sweep_shard
+from lockrouter.admin.sweeper import Sweeper
+from lockrouter.cli import app
 from lockrouter.testing.cluster import Cluster
 from lockrouter.tokens import base_token
-from tests.support.observe import Observer
+from tests.support.observe import Observer, eventually
 
 pytestmark = pytest.mark.server
 
@@ -114,3 +123,125 @@ def test_a_locked_row_is_left_for_the_next_time_and_a_revived_one_for_good(rows:
         connection.commit()
     assert sweep_shard(rows.config, rows.config.shards[0], batch=2).deleted["lease"] == 1
     assert rows.left("lease_00") == [2]
+
+
+def sweeper(rows: Rows) -> tuple[Sweeper, CollectorRegistry]:
+    registry = CollectorRegistry()
+    return Sweeper(rows.config, registry=registry), registry
+
+
+def test_of_several_sweepers_one_sweeps(rows: Rows) -> None:
+    rows.once(1, over=1)
+    (first, registry), (second, _) = sweeper(rows), sweeper(rows)
+    with first, second:
+        passed = first.sweep(every=60.0)
+        assert [swept.skipped for swept in passed] == [None] * len(passed)
+        assert passed[0].deleted["once"] == 1
+        rows.once(2, over=1)
+        again = second.sweep(every=60.0)
+        assert all(swept.skipped and not swept.failed for swept in again)
+        assert rows.left("once") == [2]
+        assert registry.get_sample_value("lockrouter_swept_total", {"shard": "shard-0", "what": "once"}) == 1
+        at = registry.get_sample_value("lockrouter_sweep_timestamp_seconds", {"shard": "shard-0"})
+        assert at is not None
+        assert abs(at - time.time()) < 60
+    rows.server.ask("UPDATE lease_00 SET owner = ''")  # the interval is over
+    third, _ = sweeper(rows)
+    with third:
+        assert third.sweep()[0].deleted["once"] == 1
+
+
+def test_a_shard_that_is_down_is_named_and_the_others_are_swept(rows: Rows, cluster: Cluster) -> None:
+    made, _ = sweeper(rows)
+    cluster.kill(1)
+    try:
+        with made:
+            passed = {swept.shard: swept for swept in made.sweep()}
+        assert passed["shard-1"].failed
+        assert passed["shard-0"].skipped is None
+    finally:
+        cluster.start(1)
+
+
+def test_live_leases_and_results_are_never_swept_under_traffic(rows: Rows, cluster: Cluster) -> None:
+    made, _ = sweeper(rows)
+    stop, bugs, done = threading.Event(), [], []
+
+    def work(number: int) -> None:
+        router = LockRouter(rows.config, registry=CollectorRegistry())
+        with router:
+            turn = 0
+            while not stop.is_set():
+                turn += 1
+                with router.lease(f"traffic:{number}:{turn % 7}", ttl=5.0, timeout=5.0) as lease:
+                    if router.once(f"traffic:{number}:{turn}", lambda turn=turn: turn) != turn:
+                        bugs.append("another's result")
+                    lease.check()
+                done.append(1)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        with made:
+            until = time.monotonic() + 4.0
+            passes = 0
+            while time.monotonic() < until:
+                # What is released now is old at once: the sweeper and the traffic meet at the same rows.
+                for server in [rows.server]:
+                    for number in range(rows.config.topology.tables):
+                        server.ask(
+                            f"UPDATE lease_{number:02d} SET expires = expires - %s, token = %s WHERE owner = ''",
+                            *(2 * HOUR, base_token(1, rows.now - 2 * HOUR)),
+                        )
+                passes += all(not swept.failed for swept in made.sweep())
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not bugs
+    assert len(done) > 50
+    assert passes > 1
+
+
+def test_the_command(rows: Rows, cluster: Cluster) -> None:
+    rows.once(1, over=1)
+    file = str(cluster.shards_file)
+    first = CliRunner().invoke(app, ["sweep", file, "--json"])
+    assert first.exit_code == 0, first.output
+    found = json.loads(first.stdout)["shards"]
+    assert found[0] == {
+        "shard": "shard-0",
+        "deleted": {"lease": 0, "once": 1, "marker": 0},
+        "busy": 0,
+        "skipped": None,
+        "failed": False,
+    }
+    second = CliRunner().invoke(app, ["sweep", file, "--once"])
+    assert second.exit_code == 0
+    assert "shard-0: deleted 0 lease, 0 once, 0 marker" in second.stdout
+    assert CliRunner().invoke(app, ["sweep", file, "--once", "--interval", "5"]).exit_code == 2
+
+
+def test_the_command_sweeps_on_until_it_is_told_to_end(rows: Rows, cluster: Cluster) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from lockrouter.cli import main; main()",
+        "sweep",
+        str(cluster.shards_file),
+        "--interval",
+        "1",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = [process.stdout.readline() for _ in range(len(cluster) + 1)]
+            rows.once(1, over=1)
+            eventually(lambda: rows.left("once") == [], 10.0)
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=20)
+            assert process.returncode == 0
+            assert said[0].startswith("shard-0: deleted")
+        finally:
+            process.kill()

@@ -47,6 +47,8 @@ class Swept:
     """Batches that met a locked row and were left for the next pass."""
     skipped: str | None = None
     """Why the shard was not swept."""
+    failed: bool = False
+    """It should have been, and could not be."""
 
 
 @dataclass(frozen=True)

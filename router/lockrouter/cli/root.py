@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from lockrouter.cli import cluster, demo, shards
+from lockrouter.cli import cluster, demo, shards, sweep
 
 __all__ = ["app"]
 
@@ -20,5 +20,6 @@ app.command()(shards.init)
 app.command()(shards.seed)
 app.command()(shards.verify)
 app.command()(shards.route)
+app.command()(sweep.sweep)
 app.command()(demo.demo)
 app.add_typer(cluster.app, name="cluster")

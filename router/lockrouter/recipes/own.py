@@ -79,12 +79,14 @@ class OwnLease(Lease):
 class Place:
     """Where a lease of a kind is, or one of several that belong together and share the bucket of a name."""
 
-    def __init__(self, core: Core, kind: Kind, name: str | bytes, part: bytes = b"") -> None:
+    def __init__(
+        self, core: Core, kind: Kind, name: str | bytes, part: bytes = b"", *, address: Address | None = None
+    ) -> None:
         self.core = core
         self.kind = kind
         self.name = name
         raw = encode(name)
-        self.address: Address = core.routing.route(raw)
+        self.address: Address = address or core.routing.route(raw)
         self.shard: Shard = core.shards[self.address.shard]
         self.key = raw + part
         self.digest = digest(core.config.topology.name, kind, self.key)
