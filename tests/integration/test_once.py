@@ -18,7 +18,7 @@ from lockrouter import (
     LossReason,
     ShardUnavailable,
 )
-from lockrouter.recipes.once import MAX_RESULT, Record
+from lockrouter.recipes.record import MAX_RESULT, Record
 from lockrouter.testing.cluster import Cluster
 from tests.support.observe import Observer, Routers, eventually, in_thread, keys_on
 from tests.support.proxy import Cut, Proxy, Rule, Way

@@ -43,6 +43,7 @@ class Election:
     def __init__(self, core: Core, name: str | bytes, *, ttl: float) -> None:
         self._place = Place(core, Kind.ELECTION, name)
         self._ttl = checked_ttl(ttl)
+        self._generation = core.generation
         self._lock = threading.Condition()
         self._lease: OwnLease | None = None
         self._trouble: ShardError | None = None
@@ -93,7 +94,7 @@ class Election:
         deadline = Deadline(checked_timeout(timeout, _FOREVER))
         with self._lock:
             while not self.is_leader:
-                if self._leaving:
+                if self._leaving or self._place.core.generation is not self._generation:
                     return False
                 left = deadline.left()
                 if left <= 0:
@@ -169,12 +170,14 @@ class Election:
         if lease is None:
             return _LEAST_PAUSE
         with self._lock:
-            if self._leaving or now() < self._not_before:
-                lease.release()
-                return 0.0
-            self._lease = lease
+            stands = not self._leaving and now() >= self._not_before
+            if stands:
+                self._lease = lease
             told = list(self._elected)
             self._lock.notify_all()
+        if not stands:
+            lease.release()
+            return 0.0
         _log.info("election %s: elected", self._place.shown)
         _tell(told, lease.token)
         held = lease

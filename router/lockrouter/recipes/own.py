@@ -75,6 +75,12 @@ class OwnLease(Lease):
         if reason is not None:
             raise self._lost_error(reason)
 
+    def drop(self) -> None:
+        """Give it up without waiting for the shard: the background frees its row."""
+        if self._open:
+            self._open = False
+            self._leases.drop(self._entry)
+
 
 class Place:
     """Where a lease of a kind is, or one of several that belong together and share the bucket of a name."""
@@ -126,14 +132,14 @@ def take(place: Place, *, ttl: float, payload: bytes = b"", rule: ResolvedClass 
     return lease
 
 
-def holders(base: Place, places: Sequence[Place]) -> dict[bytes, Held]:
-    """Which of some leases of one bucket are held, by their digests; one plain SELECT.
+def holders(base: Place, places: Sequence[Place], until: float | None = None) -> dict[bytes, Held]:
+    """Which of some leases of one bucket are held, by their digests; one plain SELECT, answered by `until`.
 
     Raises:
         ShardError: the shard does not answer.
     """
     wanted = sql.open_leases(base.address.table, base.address.bucket, [place.digest for place in places])
-    return _rows(base, _ask(base.shard, wanted))
+    return _rows(base, _ask(base.shard, wanted, until))
 
 
 def holder_of(place: Place) -> Held | None:
@@ -141,9 +147,9 @@ def holder_of(place: Place) -> Held | None:
     return holders(place, [place]).get(place.digest)
 
 
-def _ask(shard: Shard, packet: bytes, *, commit: bool = False) -> Reply:
+def _ask(shard: Shard, packet: bytes, until: float | None = None, *, commit: bool = False) -> Reply:
     try:
-        return talk(shard, [packet], now() + shard.config.router.timeout, commit=commit)[0]
+        return talk(shard, [packet], until or now() + shard.config.router.timeout, commit=commit)[0]
     except Refused as refused:
         raise refused.as_shard_error(shard) from None
 

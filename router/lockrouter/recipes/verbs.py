@@ -25,7 +25,6 @@ class RecipeVerbs:
         self,
         key: str | bytes,
         fn: Callable[..., Any],
-        *,
         ttl: float = 60.0,
         keep: float = 86400.0,
         transaction: bool = False,
@@ -59,7 +58,7 @@ class RecipeVerbs:
         """
         return once(self._core, key, fn, ttl=ttl, keep=keep, transaction=transaction)
 
-    def guard(self, name: str | bytes, *, ttl: float = 30.0, at_least: float = 0.0) -> Guard:
+    def guard(self, name: str | bytes, ttl: float = 30.0, at_least: float = 0.0) -> Guard:
         """A decorator, and a context manager: of all nodes that come one runs, the others get `SKIPPED` (falsy).
 
         It is kept alive while it runs. If its node crashes, or is frozen for longer than `ttl`, the next node that asks
@@ -81,15 +80,15 @@ class RecipeVerbs:
         Args:
             name: 1 to 255 bytes, as `bytes` or UTF-8 `str`.
             ttl: seconds, 1 to 7 days.
-            at_least: seconds for which it counts as running, by the server's clock, even if the work was quicker:
-                longer than the nodes' timers differ.
+            at_least: seconds for which it counts as running, by the server's clock, even if the work was quicker, or
+                failed: longer than the nodes' timers differ.
 
         Raises:
             ShardError: on entering: the shard does not answer.
         """
         return Guard(self._core, name, ttl=ttl, at_least=at_least)
 
-    def election(self, name: str | bytes, *, ttl: float = 15.0) -> Election:
+    def election(self, name: str | bytes, ttl: float = 15.0) -> Election:
         """A context manager: in its block this process stands for election; one of all candidates is the leader.
 
         Never two before their own deadlines, while the servers' clocks agree within `clock_skew`; the token orders the
@@ -106,7 +105,7 @@ class RecipeVerbs:
         """
         return Election(self._core, name, ttl=ttl)
 
-    def semaphore(self, name: str | bytes, *, permits: int, ttl: float = 30.0) -> Semaphore:
+    def semaphore(self, name: str | bytes, permits: int, ttl: float = 30.0) -> Semaphore:
         """A semaphore of the whole fleet: at most `permits` are held at once; who waits is served in order.
 
             >>> gateway = router.semaphore("gateway-x", permits=2)
