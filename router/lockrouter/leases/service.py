@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lockrouter.deadline import Deadline, now
 from lockrouter.errors import LockTimeout, LossReason, Overloaded, ShardError, ShardUnavailable
 from lockrouter.leases import giving
-from lockrouter.leases.entry import Entry
+from lockrouter.leases.entry import TELL_EARLIER, Entry
 from lockrouter.leases.handle import Lease
 from lockrouter.leases.keeper import Keeper
 from lockrouter.leases.lane import Lane
@@ -309,7 +309,7 @@ class Leases:
 
     def bury_entry(self, entry: Entry) -> None:
         """As `bury`, for a lease that was held; one that expired is its holder's up to the last moment."""
-        later = entry.deadline if entry.lost is LossReason.EXPIRED else 0.0
+        later = min(entry.deadline, now() + TELL_EARLIER) if entry.lost is LossReason.EXPIRED else 0.0
         self.keeper.bury(entry.shard, entry.table, entry.row, entry.ttl, not_before=later)
 
     def whereabouts(self, shard: Shard, bucket: int, until: float) -> Operation[tuple[bool, str]]:

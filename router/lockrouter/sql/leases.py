@@ -16,7 +16,7 @@ from lockrouter.protocol.packets import query
 from lockrouter.sql.statements import MYSQL, Dialect
 from lockrouter.tokens import EPOCH_US
 
-__all__ = ["Wanted", "bucket_state", "find", "find_unlocked", "free", "keep", "take"]
+__all__ = ["BEGIN", "COMMIT", "Wanted", "bucket_state", "find", "find_unlocked", "free", "keep", "take"]
 
 _NOW = b"CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS SIGNED)"
 _TERM = b"(SELECT m.term FROM lock_meta AS m WHERE m.id = 1)"
@@ -70,27 +70,28 @@ def take(dialect: Dialect, table: int, rows: Sequence[Wanted], skew_us: int) -> 
     """The packet that gives each row to its new owner where it is free, and changes nothing of it otherwise.
 
     Free: released; or expired for `skew_us`, and the present term older than the row's ttl: after a failover only the
-    holder goes on. The assignments are carried out in order: those that ask whether the row is free come before
-    `owner`, those after it ask whether the owner is the new one, whose id no other acquisition has. Repeated after a
-    lost reply it finds its own owner and at most prolongs.
+    holder goes on. The assignments are carried out in order: those that ask whether the row is free come first, `owner`
+    is the last of them; those after it ask whether the owner is the new one, whose id no other acquisition has.
+    Repeated after a lost reply it finds its own owner, keeps its token, and at most prolongs.
     """
     t = b"lease_%02d" % table
     free_now = (
-        b"((%b.owner = '' OR (CAST(%b.expires AS SIGNED) + %d <= %b AND %b >= %b + CAST(%b.ttl AS SIGNED)))"
-        b" AND %b.key_text = v.key_text AND %b.kind = v.kind)"
-    ) % (t, t, skew_us, _NOW, _NOW, _TERM_STARTED, t, t, t)
+        b"(%b.owner = '' OR (CAST(%b.expires AS SIGNED) + %d <= c.now AND c.now >= c.since + CAST(%b.ttl AS SIGNED)))"
+        b" AND %b.key_text = v.key_text AND %b.kind = v.kind"
+    ) % (t, t, skew_us, t, t, t)
+    mine = b"%b.owner = v.owner" % t
     source = _source(dialect, b"bucket,k,kind,key_text,owner,ttl,payload", rows, _full)
     parts = (
         b"INSERT INTO %b (bucket, k, kind, key_text, owner, token, ttl, acquired, expires, payload) " % t,
-        b"SELECT v.bucket, v.k, v.kind, v.key_text, v.owner, %b, v.ttl, %b, %b + v.ttl, v.payload"
-        % (_TOKEN, _NOW, _NOW),
-        b" FROM %b STRAIGHT_JOIN lock_bucket AS b ON b.bucket = v.bucket AND b.epoch > 0 LOCK IN SHARE MODE" % source,
-        b" ON DUPLICATE KEY UPDATE token = IF(%b, GREATEST(%b.token + 1, %b), %b.token)" % (free_now, t, _TOKEN, t),
-        b", acquired = IF(%b, %b, %b.acquired)" % (free_now, _NOW, t),
-        b", payload = IF(%b, v.payload, %b.payload)" % (free_now, t),
+        b"SELECT v.bucket, v.k, v.kind, v.key_text, v.owner, c.token, v.ttl, c.now, c.now + v.ttl, v.payload FROM ",
+        b"(SELECT %b AS now, %b AS token, %b AS since) AS c STRAIGHT_JOIN %b" % (_NOW, _TOKEN, _TERM_STARTED, source),
+        b" STRAIGHT_JOIN lock_bucket AS b ON b.bucket = v.bucket AND b.epoch > 0 LOCK IN SHARE MODE",
+        b" ON DUPLICATE KEY UPDATE token = IF(%b, GREATEST(%b.token + 1, c.token), %b.token)" % (free_now, t, t),
         b", owner = IF(%b, v.owner, %b.owner)" % (free_now, t),
-        b", ttl = IF(%b.owner = v.owner, v.ttl, %b.ttl)" % (t, t),
-        b", expires = IF(%b.owner = v.owner, GREATEST(%b.expires, %b + v.ttl), %b.expires)" % (t, t, _NOW, t),
+        b", acquired = IF(%b, c.now, %b.acquired)" % (mine, t),
+        b", payload = IF(%b, v.payload, %b.payload)" % (mine, t),
+        b", ttl = IF(%b, v.ttl, %b.ttl)" % (mine, t),
+        b", expires = IF(%b, GREATEST(%b.expires, c.now + v.ttl), %b.expires)" % (mine, t, t),
     )
     return query(b"".join(parts))
 
@@ -120,23 +121,26 @@ def _where(rows: Sequence[Wanted]) -> bytes:
     return b" OR ".join(b"(bucket = %d AND k = %b)" % (row.bucket, _hex(row.k)) for row in rows)
 
 
-def find(table: int, rows: Sequence[Wanted]) -> bytes:
-    """The packet that reads the rows, locking nothing.
+def find(groups: Sequence[tuple[int, Sequence[Wanted]]]) -> bytes:
+    """The packet that reads the rows of each table, locking nothing.
 
     Columns: k, owner, token, kind, key_text, microseconds until it expires, microseconds until its term lets others
     have it, and the epoch of its bucket.
     """
-    return query(
+    form = (
         b"SELECT k, owner, token, kind, key_text, CAST(expires AS SIGNED) - %b, %b + CAST(ttl AS SIGNED) - %b,"
-        b" (SELECT b.epoch FROM lock_bucket AS b WHERE b.bucket = l.bucket) FROM %b AS l WHERE %b"
-        % (_NOW, _TERM_STARTED, _NOW, b"lease_%02d" % table, _where(rows))
-    )
+        b" (SELECT b.epoch FROM lock_bucket AS b WHERE b.bucket = l.bucket) FROM lease_%%02d AS l WHERE %%b"
+    ) % (_NOW, _TERM_STARTED, _NOW)
+    return query(b" UNION ALL ".join(form % (table, _where(rows)) for table, rows in groups))
 
 
 def find_unlocked(table: int, rows: Sequence[Wanted]) -> bytes:
     """The packets that read the digests of the rows that exist, then of those that nobody has locked; none waits."""
     plain = b"SELECT k FROM %b WHERE %b" % (b"lease_%02d" % table, _where(rows))
     return query(plain) + query(plain + b" FOR UPDATE SKIP LOCKED")
+
+
+BEGIN, COMMIT = query(b"START TRANSACTION"), query(b"COMMIT")
 
 
 def bucket_state(bucket: int) -> bytes:
