@@ -381,3 +381,10 @@ def test_the_record_says_where_it_is(router: LockRouter, key: str) -> None:
     assert there is not None
     assert there.result == b"1"
     assert there.token > 0
+
+
+def test_inside_row_locks_that_use_up_the_pool(routers: Routers) -> None:
+    router = routers.make(pool={"size": 2})
+    keys = keys_on(router, 0, 3, prefix="nested")
+    with router.lock(keys[0]), router.lock(keys[1]):
+        assert router.once(keys[2], Work(1)) == 1

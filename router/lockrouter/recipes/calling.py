@@ -23,6 +23,5 @@ def arguments_of(fn: Callable[..., Any], value: Any) -> tuple[Any, ...]:
 
 def refuse_coroutines(what: str, fn: Callable[..., Any]) -> None:
     """Raise TypeError for a function whose work would be done after its call has returned."""
-    plain = inspect.unwrap(fn)
-    if inspect.iscoroutinefunction(plain) or inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
         raise TypeError(f"{what} takes plain functions: the work of a coroutine or generator would come after it")

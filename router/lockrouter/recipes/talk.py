@@ -62,7 +62,7 @@ def talk(shard: Shard, packets: Sequence[bytes], until: float, *, commit: bool =
 
 
 def _talk(shard: Shard, packets: Sequence[bytes], until: float, *, commit: bool) -> Operation[list[Reply]]:
-    session = yield from shard.pool.check_out(until)
+    session = yield from _check_out(shard, until)
     try:
         yield from _rights(shard, session, until)
         replies: list[Reply] = []
@@ -85,6 +85,18 @@ def _talk(shard: Shard, packets: Sequence[bytes], until: float, *, commit: bool)
         raise
     finally:
         shard.pool.give_back(session)
+
+
+def _check_out(shard: Shard, until: float) -> Operation[Session]:
+    """A session of the pool; one beyond its size where that stays exhausted: its holders may be waiting for us."""
+    try:
+        return (yield from shard.pool.check_out(min(until, now() + shard.config.pool.connect_timeout)))
+    except Exhausted:
+        pass
+    try:
+        return (yield from shard.pool.check_out(until, beyond=True))
+    except Exhausted:
+        return (yield from shard.pool.check_out(until))
 
 
 def _rights(shard: Shard, session: Session, until: float) -> Operation[None]:
