@@ -26,9 +26,10 @@ from lockrouter.deadline import now
 from tests.support.history import Recorder
 from tests.support.observe import keys_on
 
-__all__ = ["EFFECTS", "MESSAGES", "PERMITS", "SLOT", "Worker", "message_keys"]
+__all__ = ["EFFECTS", "PERMITS", "SLOT", "Worker"]
 
-MESSAGES = 40
+RATE = 25
+"""New messages a second; each is delivered, again and again, for two seconds."""
 PERMITS = 3
 SLOT = 3.0
 """Seconds between two runs of the guarded job."""
@@ -44,11 +45,6 @@ EFFECTS = Table(
     mysql_engine="InnoDB",
 )
 """What `exactly_once` writes: on purpose without anything that would keep two rows of one message apart."""
-
-
-def message_keys(router: LockRouter) -> list[str]:
-    """The messages' keys, all on the shard that has the table."""
-    return keys_on(router, 0, MESSAGES, prefix="message")
 
 
 class Worker:
@@ -91,15 +87,19 @@ class Worker:
                         self.note("done", slot, held.token)
                         self.figures["done"] += 1
 
+    def delivered(self) -> int:
+        """One of the messages of the last two seconds; all workers get the same ones."""
+        return int(now() * RATE) - self.dice.randrange(2 * RATE)
+
     def once(self) -> None:
-        """Every message is delivered again and again, in any order; its result says which run it came from."""
+        """Messages are delivered again and again, in any order; a result says which run it came from."""
         while not self.stop.is_set():
-            message = self.dice.randrange(MESSAGES)
+            message = self.delivered()
 
             def work(message: int = message) -> dict[str, object]:
                 run = f"{os.getpid()}-{self.dice.random()}"
                 self.note("ran", message, run)
-                time.sleep(self.dice.uniform(0.0, 0.02))
+                time.sleep(self.dice.uniform(0.0, 0.1))
                 return {"message": message, "run": run}
 
             try:
@@ -110,14 +110,15 @@ class Worker:
 
     def exactly_once(self) -> None:
         """The same, with its effect in the record's own transaction."""
-        keys = message_keys(self.router)
+        # Keys of the shard that has the table; more of them than messages come in one run.
+        keys = keys_on(self.router, 0, 1500, prefix="message")
         while not self.stop.is_set():
-            message = self.dice.randrange(MESSAGES)
+            message = self.delivered() % len(keys)
 
             def work(connection: Connection, message: int = message) -> str:
                 run = f"{os.getpid()}-{self.dice.random()}"
                 connection.execute(insert(EFFECTS).values(message=message, run=run))
-                time.sleep(self.dice.uniform(0.0, 0.02))
+                time.sleep(self.dice.uniform(0.0, 0.1))
                 return run
 
             try:

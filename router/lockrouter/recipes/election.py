@@ -143,9 +143,9 @@ class Election:
             except ShardError as error:
                 self._trouble = error
                 pause = self._place.core.config.breaker.probe_after
-            except LockRouterError:
-                _log.exception("election %s: this candidate cannot stand", self._place.shown)
-                pause = self._ttl
+            except Exception:  # noqa: BLE001 - a candidate must not cease to be one quietly, whatever it met
+                _log.exception("election %s: this candidate cannot stand just now", self._place.shown)
+                pause = self._ttl / 3
             with self._lock:
                 self._lock.notify_all()
             if not self._leaving:
@@ -173,13 +173,12 @@ class Election:
             stands = not self._leaving and now() >= self._not_before
             if stands:
                 self._lease = lease
-            told = list(self._elected)
+                _tell(self._elected, lease.token)  # starts threads, in order; waits for none
             self._lock.notify_all()
         if not stands:
             lease.release()
             return 0.0
         _log.info("election %s: elected", self._place.shown)
-        _tell(told, lease.token)
         held = lease
         lease.on_lost(lambda reason: self._depose(held, reason))
         return self._ttl
@@ -190,9 +189,8 @@ class Election:
             if lease is None or self._lease is not lease:
                 return
             self._lease = None
-            told = list(self._deposed)
+            _tell(self._deposed, reason)
         _log.info("election %s: deposed (%s)", self._place.shown, reason or "resigned")
-        _tell(told, reason)
         try:
             lease.release()
         except LockRouterError:
