@@ -104,6 +104,8 @@ class Batch:
         # Who drives it, or is to; None: the background.
         self.leader: Item | None = items[0]
         self.begun = False
+        # When somebody last got it on: a leader that vanished leaves it standing.
+        self.touched = now()
         self._store = store
         self._suspects = suspects
         self._operation: Operation[None] | None = None
@@ -124,6 +126,7 @@ class Batch:
                 self._effect = self._operation.send(None)
             while True:
                 assert self._effect is not None
+                self.touched = now()
                 value, error = yield from self._perform(self._effect, until)
                 if error is None and value is _LATE:
                     return False
@@ -142,6 +145,15 @@ class Batch:
             if self._operation is not None:
                 self._operation.close()
             raise
+        return True
+
+    def stop(self) -> bool:
+        """Close the connection under an operation nobody drives any more; False: somebody does."""
+        if self._operation is not None:
+            try:
+                self._operation.close()
+            except ValueError:  # it runs at this very moment
+                return False
         return True
 
     def _perform(self, effect: Effect, until: float) -> Operation[tuple[Any, Exception | None]]:

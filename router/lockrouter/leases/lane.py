@@ -7,7 +7,9 @@
 4. A leader whose deadline comes hands the batch, as it is, to the background.
 5. A leader that is interrupted closes the connection. The items that have no answer yet queue again, first, marked as
    sent: whatever they ask for carries an owner id of their own, so asking again settles what the first asking did.
-6. No thread, no timer: a lane that nobody uses is a few empty lists.
+6. A leader that vanished without a word (an interrupt hit its own clean-up) is found by whoever comes next, when its
+   batch has stood still for longer than any statement takes.
+7. No thread, no timer: a lane that nobody uses is a few empty lists.
 
 The pattern is flat combining (Hendler, Incze, Shavit, Tzafrir, 2010), with a leader per batch instead of one for ever.
 """
@@ -29,6 +31,7 @@ __all__ = ["MAX_BYTES", "MAX_ROWS", "Lane"]
 MAX_ROWS = 256
 MAX_BYTES = 128 * 1024
 _ROW_BYTES = 200
+_VANISHED_AFTER = 30.0
 
 
 class Lane:
@@ -89,6 +92,8 @@ class Lane:
 
     def _join(self, item: Item) -> Batch | None:
         with self._lock:
+            if self._current is not None and now() - self._current.touched > _VANISHED_AFTER and self._current.stop():
+                self._dissolve(self._current)
             if self._current is not None:
                 self._queue.append(item)
                 return None
@@ -169,11 +174,17 @@ class Lane:
                     self._queue.remove(item)
                 return
             item.left = True
-            answered = [one for one in batch.items if one.settled or one.error is not None]
-            again = [one for one in batch.items if one not in answered and not one.left]
             left = [one for one in batch.items if one.left]
-            for one in answered:
-                one.done = True
-            self._queue.extendleft(reversed(again))
-            self._next()
+            answered = self._dissolve(batch)
         self._tell(answered, left)
+
+    def _dissolve(self, batch: Batch) -> list[Item]:
+        """Under `_lock`: who has no answer queues again, first; returns those that have one, for they are done."""
+        answered = [one for one in batch.items if one.settled or one.error is not None]
+        again = [one for one in batch.items if one not in answered and not one.left]
+        for one in answered:
+            one.done = True
+            one.waiter.wake()
+        self._queue.extendleft(reversed(again))
+        self._next()
+        return answered

@@ -28,7 +28,6 @@ CONTENDED = frozenset({1020, 1205, 1213})
 """Errors of a row that somebody else has locked, or of a deadlock: nothing was changed, and another try may do."""
 _SERVER_WAIT = 2.0
 """Seconds a statement waits at most on the server: one for a row's lock, one for a metadata lock."""
-_LOOK_AFTER = 0.2
 
 
 class Store(Protocol):
@@ -119,10 +118,11 @@ class SqlStore:
             session.close()
 
     def _ready(self, until: float) -> Operation[Session]:
+        """The connection, looked at: nothing is sent into one that has ended, whose outcome nobody would know then."""
         session, rights = self.session, self._shard.rights
         if session is not None and (
             session.state is not State.IDLE
-            or (now() - session.answered_at > _LOOK_AFTER and not session.drain())
+            or not session.drain()
             or (rights is not None and rights.incarnation != session.incarnation)
         ):
             self.close()

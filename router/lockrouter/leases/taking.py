@@ -27,6 +27,7 @@ from lockrouter.errors import (
     LockTimeout,
     MaintenanceStall,
     OutcomeUnknown,
+    PoolTimeout,
     RouterClosed,
     ShardUnavailable,
     TopologyMismatch,
@@ -271,6 +272,8 @@ def _give_up(ask: Take, error: Exception | None) -> None:
     cause = None if error is None else driver_error(error)
     if ask.doubtful:
         raise OutcomeUnknown(f"{what}; the lease may have been granted, and is given up", shard=ask.shard.id) from cause
+    if error is None:
+        raise PoolTimeout("the connection for leases was busy for the caller's whole timeout", shard=ask.shard.id)
     raise ShardUnavailable(what, shard=ask.shard.id) from cause
 
 
