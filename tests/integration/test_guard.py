@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ def test_one_runs_and_the_others_skip(routers: Routers, router: LockRouter, name
     assert job(8) is SKIPPED
     assert elsewhere.reason is not None
     assert "held by" in elsewhere.reason
-    assert f":{__import__('os').getpid()}" in elsewhere.reason
+    assert f":{os.getpid()}" in elsewhere.reason
     time.sleep(2.0)  # longer than its ttl: it is kept alive
     assert elsewhere() is SKIPPED
     go_on.set()
@@ -107,6 +108,22 @@ def test_at_least_that_has_passed_frees_at_once(router: LockRouter, name: str) -
     with router.guard(name, ttl=5.0, at_least=0.2):
         time.sleep(0.3)
     assert left(router, name) is None
+
+
+def test_a_method_can_be_guarded(router: LockRouter, name: str) -> None:
+    class Reports:
+        written = 0
+
+        @router.guard(name, at_least=60.0)
+        def write(self, number: int) -> int:
+            self.written += number
+            return self.written
+
+    reports = Reports()
+    assert reports.write(3) == 3
+    assert reports.write(3) is SKIPPED
+    assert "held by" in reports.write.reason
+    assert reports.written == 3
 
 
 def test_an_error_is_the_caller_s_and_frees_it(router: LockRouter, name: str) -> None:

@@ -11,8 +11,8 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Generic, Literal, ParamSpec, TypeVar, final
+from types import MethodType, TracebackType
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, ParamSpec, TypeVar, final
 
 from lockrouter.deadline import now
 from lockrouter.errors import LockLost, ShardError
@@ -63,6 +63,10 @@ class Guarded(Generic[P, Result]):
             if not held:
                 return SKIPPED
             return self._function(*args, **kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """A guarded method, bound like any other."""
+        return self if instance is None else MethodType(self, instance)
 
     @property
     def reason(self) -> str | None:
