@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -82,6 +84,7 @@ def test_one_runs_and_the_others_skip(routers: Routers, router: LockRouter, name
 def test_skipped_is_falsy_and_says_its_name() -> None:
     assert not SKIPPED
     assert repr(SKIPPED) == "SKIPPED"
+    assert pickle.loads(pickle.dumps(SKIPPED)) is copy.deepcopy(SKIPPED) is SKIPPED
 
 
 def test_at_least_holds_it_without_anybody(routers: Routers, router: LockRouter, name: str) -> None:

@@ -205,6 +205,34 @@ def test_lost_with_nobody_after_it_stores_nothing(router: LockRouter, server: Ob
     assert records(server) == 0
 
 
+def test_who_is_cut_off_is_replaced_after_its_ttl_and_told(routers: Routers, router: LockRouter) -> None:
+    with Proxy(routers.cluster.port(0)) as proxy:
+        far = routers.make(ports={0: proxy.port})
+        key = keys_on(far, 0, prefix="cut-off")[0]
+        first = slow("first")
+        running = in_thread(lambda: far.once(key, first, ttl=1.0))
+        assert first.inside.wait(10.0)
+        proxy.stop()
+        with pytest.raises(InProgress):
+            router.once(key, Work("second"))
+        assert eventually(lambda: answer_of(router, key), 10.0, every=0.1) == "second"
+        proxy.accept()
+        first.go_on.set()
+        with pytest.raises((LockLost, ShardUnavailable)):
+            running.result()
+        assert router.once(key, Work()) == "second"
+        eventually(lambda: far.health()["shard-0"]["state"] == "ok")
+        far.close()
+
+
+def answer_of(router: LockRouter, key: str) -> Any:
+    """What `once` answers, or None while another caller computes it."""
+    try:
+        return router.once(key, Work("second"))
+    except InProgress:
+        return None
+
+
 def test_the_work_is_given_its_lease_if_it_asks(router: LockRouter, key: str) -> None:
     assert router.once(key, lambda lease: lease.token > 0) is True
     default = router.once(key + "default", lambda message=5: message)

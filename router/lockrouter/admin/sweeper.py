@@ -46,6 +46,8 @@ class Sweeper:
         return [self._sweep(shard, every, go_on) for shard in self._config.shards if go_on()]
 
     def _sweep(self, shard: ShardConfig, every: float, go_on: Callable[[], bool]) -> Swept:
+        if not shard.ranges():
+            return Swept(shard.id, skipped="it owns no buckets")
         try:
             lease = take(self._place(shard), ttl=_TTL)
             if lease is None:

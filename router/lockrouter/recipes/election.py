@@ -166,7 +166,7 @@ class Election:
         holder = holder_of(self._place)
         if holder is not None:
             return min(holder.left + self._place.core.config.router.clock_skew, self._ttl / 3)
-        lease = take(self._place, ttl=self._ttl, payload=b"")
+        lease = take(self._place, ttl=self._ttl)
         if lease is None:
             return _LEAST_PAUSE
         with self._lock:

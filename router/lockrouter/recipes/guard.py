@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import socket
 from collections.abc import Callable
 from types import MethodType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, ParamSpec, TypeVar, final
@@ -41,6 +39,9 @@ class Skipped:
         return False
 
     def __repr__(self) -> str:
+        return "SKIPPED"
+
+    def __reduce__(self) -> str:
         return "SKIPPED"
 
 
@@ -106,7 +107,7 @@ class Guard:
         self._entered = True
         try:
             self._began = now()
-            self._held = take(self._place, ttl=self._ttl, payload=_me())
+            self._held = take(self._place, ttl=self._ttl)
         except BaseException:
             self._entered = False
             raise
@@ -144,10 +145,6 @@ class Guard:
         except ShardError as outage:
             # The job is done, and the lease ends by itself: no reason to call the job a failure.
             _log.warning("guard %s: could not be released, it ends by itself: %s", self._place.shown, outage)
-
-
-def _me() -> bytes:
-    return f"{socket.gethostname()}:{os.getpid()}".encode()[:255]
 
 
 def _checked(at_least: float) -> float:

@@ -15,6 +15,7 @@ the new number counts until it is released, so nobody comes in before.
 
 from __future__ import annotations
 
+import random
 import threading
 import weakref
 from collections import deque
@@ -140,7 +141,8 @@ class Line:
         free = [place for place in wanted if place.digest not in seen]
         before = sum(self._is_before(seen.get(place.digest), ticket) for place in self._places)
         free = free[: max(0, len(free) - self._held_beyond(permits))] if free else free
-        return (free[before] if before < len(free) else None), before
+        # Those who may have one take different ones, more often than not.
+        return (random.choice(free[before:]) if before < len(free) else None), before
 
     def _is_before(self, other: Held | None, ticket: OwnLease | None) -> bool:
         if other is None or (ticket is not None and other.owner == ticket.holder[0]):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from lockrouter.deadline import now
 from lockrouter.errors import LossReason, TopologyMismatch
 from lockrouter.leases.handle import Lease, checked_ttl
 from lockrouter.leases.rows import Kind, digest
 from lockrouter.protocol.packets import Ok, Reply, Rows
-from lockrouter.recipes.talk import Refused, talk
+from lockrouter.recipes.talk import Refused, patience, talk
 from lockrouter.routing import encode
 from lockrouter.sql import recipes as sql
 
@@ -110,8 +111,10 @@ class Place:
         return sum(part.isdigit() and int(part) >= least for part in parts)
 
 
-def take(place: Place, *, ttl: float, payload: bytes = b"", rule: ResolvedClass | None = None) -> OwnLease | None:
+def take(place: Place, *, ttl: float, rule: ResolvedClass | None = None) -> OwnLease | None:
     """The lease, kept alive until it is released, if it is free now; None: somebody holds it.
+
+    Its payload says to operators, and to who is kept out, which process has it.
 
     Raises:
         ShardError: the shard does not answer.
@@ -122,7 +125,7 @@ def take(place: Place, *, ttl: float, payload: bytes = b"", rule: ResolvedClass 
         place.key,
         ttl=checked_ttl(ttl),
         timeout=0.0,
-        payload=payload,
+        payload=f"{socket.gethostname()}:{os.getpid()}".encode(),
         rule=rule,
         address=place.address,
         name=place.name,
@@ -149,7 +152,7 @@ def holder_of(place: Place) -> Held | None:
 
 def _ask(shard: Shard, packet: bytes, until: float | None = None, *, commit: bool = False) -> Reply:
     try:
-        return talk(shard, [packet], until or now() + shard.config.router.timeout, commit=commit)[0]
+        return talk(shard, [packet], until or patience(shard, shard.config.router.timeout), commit=commit)[0]
     except Refused as refused:
         raise refused.as_shard_error(shard) from None
 

@@ -13,7 +13,7 @@ from lockrouter.deadline import now
 from lockrouter.errors import KeyCollision, LockLost, ShardError, TopologyMismatch
 from lockrouter.protocol.packets import Ok, Rows
 from lockrouter.recipes.own import OwnLease
-from lockrouter.recipes.talk import Refused, talk
+from lockrouter.recipes.talk import Refused, patience, talk
 from lockrouter.routing import encode
 from lockrouter.sql import recipes as sql
 
@@ -54,7 +54,7 @@ class Record:
 
     def until(self) -> float:
         """When a statement sent now must have been answered."""
-        return now() + self.core.config.class_of(self.raw).timeout
+        return patience(self.shard, self.core.config.class_of(self.raw).timeout)
 
     def read(self) -> _Stored | None:
         """The record, if there is one that is alive.
@@ -107,15 +107,16 @@ class Record:
 
         Raises:
             LockLost: the lease was lost before; nothing was stored.
-            ShardError: the shard did not answer as long as the lease was held.
+            ShardError: the shard did not answer, or refused, for one ttl.
         """
+        until = now() + lease.ttl
         while True:
             try:
                 if self._try_to_store(lease, text, keep):
                     return
             except ShardError:
                 # A server that restarts keeps leases: the result is worth waiting for, as long as it may be stored.
-                if lease.lost or lease.remaining() < _PAUSE:
+                if lease.lost or now() + _PAUSE > until:
                     raise
                 time.sleep(jittered(_PAUSE))
                 continue

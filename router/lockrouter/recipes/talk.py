@@ -17,7 +17,7 @@ from lockrouter.sql.recipes import COMMIT
 if TYPE_CHECKING:
     from lockrouter.shard import Shard
 
-__all__ = ["Refused", "talk"]
+__all__ = ["Refused", "patience", "talk"]
 
 
 class Refused(Exception):
@@ -30,6 +30,11 @@ class Refused(Exception):
     def as_shard_error(self, shard: Shard) -> ShardError:
         """The contract's error for it."""
         return as_shard_error(shard, Answered(self.code, str(self)))
+
+
+def patience(shard: Shard, timeout: float) -> float:
+    """The end, from now, of a question that may take `timeout` seconds, but is given the time to connect."""
+    return now() + max(timeout, shard.config.pool.connect_timeout)
 
 
 def talk(shard: Shard, packets: Sequence[bytes], until: float, *, commit: bool = False) -> list[Reply]:
