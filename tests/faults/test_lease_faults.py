@@ -29,10 +29,11 @@ from lockrouter import (
     ShardError,
     ShardUnavailable,
 )
-from lockrouter.leases import giving
 from lockrouter.leases.entry import Entry
 from lockrouter.leases.keeper import Keeper
+from lockrouter.leases.rows import Said
 from lockrouter.leases.service import Leases
+from lockrouter.protocol.packets import query
 from lockrouter.session import State
 from lockrouter.sql import leases as sql
 from lockrouter.testing.cluster import Cluster
@@ -611,15 +612,15 @@ def test_renewing_by_key_alone_keeps_two_holders(
 ) -> None:
     """The wrong variant 2.03b, beside the right one."""
     stolen(server, router, key)
-    right = sql._change
+    right = sql.keep
 
     def by_key(*arguments: Any) -> bytes:
         packet = right(*arguments)[5:].replace(
             b" WHERE l.owner = v.owner AND (v.token = 0 OR l.token = v.token)", b" WHERE 1 "
         )
-        return sql.query(packet)
+        return query(packet)
 
-    monkeypatch.setattr(sql, "_change", by_key)
+    monkeypatch.setattr(sql, "keep", by_key)
     with pytest.raises(AssertionError):
         stolen(server, router, key)
 
@@ -657,7 +658,7 @@ def revived(router: LockRouter, key: str) -> None:
     assert entry is not None
     sent_at = entry.deadline - 1.0
     entry.deadline -= 5.0
-    router._core.leases.renewed(entry, giving.Said.DONE, sent_at, 60.0)
+    router._core.leases.renewed(entry, Said.DONE, sent_at, 60.0)
     try:
         assert lease.lost
     finally:

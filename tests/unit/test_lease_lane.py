@@ -253,7 +253,8 @@ class SlowWire:
 
 
 def test_a_leader_whose_deadline_comes_hands_the_batch_to_the_background() -> None:
-    store, orphans, adopted = SlowStore(), [], threading.Event()
+    orphans: list[Item] = []
+    store, adopted = SlowStore(), threading.Event()
     lane = Lane(store, orphans.append, adopted.set)
     mine, other = item(Verb.ACQUIRE, "mine"), item(Verb.ACQUIRE, "other")
     began = now()

@@ -32,12 +32,13 @@ def carry_out(store: Store, items: Sequence[Item], until: float, suspects: set[b
        `LOCKED`, and the rest is repeated; if none is seen to be locked, it is repeated in halves. A row that fails
        alone is `LOCKED`.
     """
-    for verb in sorted({item.verb for item in items}):
-        mine = [item for item in items if item.verb is verb]
+    verbs = {item.verb for item in items}
+    for verb in sorted(verbs):
+        mine = [item for item in items if item.verb is verb] if len(verbs) > 1 else list(items)
         if verb is Verb.READ:
             _settle(mine, (yield from store.read(mine, until)))
             continue
-        watched = [item for item in mine if item.row.k in suspects]
+        watched = [item for item in mine if item.row.k in suspects] if suspects else None
         if watched:
             mine = yield from _leave_out_locked(store, watched, mine, until, suspects)
         todo, rounds = [mine] if mine else [], 0
@@ -56,8 +57,9 @@ def carry_out(store: Store, items: Sequence[Item], until: float, suspects: set[b
 
 
 def _call(store: Store, verb: Verb, items: Sequence[Item], until: float) -> Operation[list[Answer]]:
-    call = {Verb.RELEASE: store.release, Verb.RENEW: store.renew, Verb.ACQUIRE: store.acquire}[verb]
-    return call(items, until)
+    if verb is Verb.ACQUIRE:
+        return store.acquire(items, until)
+    return store.release(items, until) if verb is Verb.RELEASE else store.renew(items, until)
 
 
 def _leave_out_locked(

@@ -75,8 +75,19 @@ class Item:
     """One row and what is asked of it, on its way through a lane; `answer` or `error` once `done`."""
 
     __slots__ = (
-        "answer", "done", "error", "incarnation", "left", "row", "sent_at", "settled", "table", "verb", "waiter"
-    )  # fmt: skip
+        "answer",
+        "done",
+        "error",
+        "incarnation",
+        "left",
+        "next_to_wake",
+        "row",
+        "sent_at",
+        "settled",
+        "table",
+        "verb",
+        "waiter",
+    )
 
     def __init__(self, verb: Verb, table: int, row: Wanted) -> None:
         self.verb = verb
@@ -88,6 +99,8 @@ class Item:
         self.done = False
         # Its caller has gone: what it gets nobody will have.
         self.left = False
+        # Who is to be woken by this caller, once it is awake.
+        self.next_to_wake: Item | None = None
         self.answer: Answer = None
         self.error: Exception | None = None
         # Before the first byte was sent; None: certainly nothing was.

@@ -6,6 +6,7 @@ This is what recipes build on: `acquire` with a kind of their own, and the handl
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections import Counter, deque
@@ -56,6 +57,22 @@ class Lanes:
         self.giving = Lane(self.stores[1], orphan, adopt)
 
 
+class OwnerIds:
+    """Random ids of 16 bytes, fetched many at a time."""
+
+    def __init__(self) -> None:
+        self._ready: deque[bytes] = deque()
+
+    def new(self) -> bytes:
+        """One that nobody else has, anywhere."""
+        try:
+            return self._ready.popleft()
+        except IndexError:
+            many = os.urandom(16 * 64)
+            self._ready.extend(many[at : at + 16] for at in range(16, len(many), 16))
+            return many[:16]
+
+
 class Leases:
     """The leases of one router; made with it, and idle until the first is asked for."""
 
@@ -70,6 +87,8 @@ class Leases:
         # By owner id: each acquisition that is held.
         self.entries: dict[bytes, Entry] = {}
         self.orphans: deque[Entry] = deque()
+        # Of this object alone: a forked child has another, and so none of the ids its parent would use next.
+        self.owner_ids = OwnerIds()
         self._lanes = {shard.id: Lanes(self, shard) for shard in core.shards.values()}
         self.keeper = Keeper(self)
 
@@ -149,7 +168,7 @@ class Leases:
         rights = shard.rights
         wrong_server = shard.demoted or (rights is not None and rights.incarnation != item.incarnation)
         entry = Entry(
-            ask.row._replace(token=seen.token, payload=b""),
+            Wanted(*ask.row[:5], seen.token, ask.row.ttl, b""),
             table=ask.address.table,
             shard=shard,
             key=ask.key,

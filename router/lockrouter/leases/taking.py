@@ -16,7 +16,6 @@ by exploring small models exhaustively; tests/faults/test_lease_faults.py walks 
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from lockrouter.backoff import jittered
@@ -96,7 +95,10 @@ class Take:
 
     def began(self) -> None:
         """Begin a new acquisition: nothing that carries the old owner id can be on its way any more, or it is dead."""
-        self.owner = os.urandom(16)
+        self.owner = self.leases.owner_ids.new()
+        ttl_us = int(self.ttl * 1_000_000)
+        # The row as it is asked for.
+        self.row = Wanted(self.address.bucket, self.k, self.kind, self.key, self.owner, 0, ttl_us, self.payload)
         # Before the first request with this owner id whose outcome hangs in the air.
         self.since: float | None = None
         self.doubtful = False
@@ -107,12 +109,6 @@ class Take:
             self.leases.bury(self.shard, self.address.table, self.row, self.ttl)
             self.began()
         self.since = None
-
-    @property
-    def row(self) -> Wanted:
-        """The row as it is asked for."""
-        ttl_us = int(self.ttl * 1_000_000)
-        return Wanted(self.address.bucket, self.k, self.kind, self.key, self.owner, 0, ttl_us, self.payload)
 
     @property
     def until(self) -> float:
