@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -168,6 +169,16 @@ def test_who_gives_up_waiting_leaves_nothing(routers: Routers, router: LockRoute
     permit = other.try_acquire()
     assert permit is not None, "a place in the queue was left behind"
     permit.release()
+
+
+def test_a_permit_that_is_dropped_comes_back_with_a_warning(router: LockRouter, name: str) -> None:
+    semaphore = router.semaphore(name, permits=1)
+    permit = semaphore.acquire(timeout=2.0)
+    with pytest.warns(ResourceWarning, match="dropped without release"):
+        del permit
+        gc.collect()
+    with semaphore.acquire(timeout=5.0):
+        pass
 
 
 def test_wrong_arguments(router: LockRouter, name: str) -> None:

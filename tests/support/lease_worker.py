@@ -144,6 +144,9 @@ def main() -> int:
     worker.stop.set()
     for thread in threads:
         thread.join()
+    left = list(worker.router._core.leases.entries)
+    if left:
+        worker.bugs.append(AssertionError(f"{len(left)} leases are kept alive though all were released"))
     worker.router.close()
     print(json.dumps(worker.figures), flush=True)
     for bug in worker.bugs:

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.history import Event, Recorder, judge, read
 
@@ -59,6 +61,14 @@ def test_permits() -> None:
     assert len(judge(three, permits=2).violations) == 1
     assert len(judge(three, permits={"k": 2}).violations) == 1
     assert "given 2 times" in judge(hold("a", 1, 1, 2, 10) + hold("b", 1, 3, 4, 10), permits=2).violations[0]
+
+
+@settings(derandomize=True, max_examples=300, deadline=None, database=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=8), st.integers(1, 3))
+def test_it_says_what_a_look_at_every_moment_says(spans: list[tuple[int, int]], permits: int) -> None:
+    told = [event for n, (start, length) in enumerate(spans) for event in hold("p", n, start, start + length, n)]
+    most = max((sum(a <= at < a + n for a, n in spans) for at in range(42)), default=0)
+    assert bool(judge(told, permits, tokens=False).violations) == (most > permits)
 
 
 def test_a_frozen_holder_that_was_not_lost_held_all_the_time() -> None:

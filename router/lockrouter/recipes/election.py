@@ -55,6 +55,11 @@ class Election:
         self._thread: threading.Thread | None = None
 
     @property
+    def _inherited(self) -> bool:
+        """True in a child process: the candidate is its parent's."""
+        return self._place.core.generation is not self._generation
+
+    @property
     def is_leader(self) -> bool:
         """True while this candidate is the leader, by its own clock; no I/O."""
         lease = self._lease
@@ -92,9 +97,11 @@ class Election:
             ShardError: the time is over, and the shard did not answer when it was last asked.
         """
         deadline = Deadline(checked_timeout(timeout, _FOREVER))
+        if self._inherited:
+            return False
         with self._lock:
             while not self.is_leader:
-                if self._leaving or self._place.core.generation is not self._generation:
+                if self._leaving:
                     return False
                 left = deadline.left()
                 if left <= 0:
@@ -106,6 +113,8 @@ class Election:
 
     def resign(self) -> None:
         """This candidate is not the leader any more, and lets others go first: it stands again after one ttl."""
+        if self._inherited:
+            return
         with self._lock:
             self._not_before = now() + self._ttl
         self._depose(self._lease, None)
@@ -122,6 +131,8 @@ class Election:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._inherited:
+            return
         with self._lock:
             self._leaving = True
             self._lock.notify_all()

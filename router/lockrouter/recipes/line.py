@@ -15,6 +15,7 @@ the new number counts until it is released, so nobody comes in before.
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import weakref
@@ -44,6 +45,15 @@ _COUNT_AGAIN = 1.0
 
 _lines: weakref.WeakValueDictionary[tuple[int, bytes], Line] = weakref.WeakValueDictionary()
 _lines_lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    global _lines_lock
+    _lines_lock = threading.Lock()
+    _lines.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class _Waiting(NamedTuple):
