@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -37,7 +33,7 @@ from lockrouter.protocol.packets import query
 from lockrouter.session import State
 from lockrouter.sql import leases as sql
 from lockrouter.testing.cluster import Cluster
-from tests.support.leaseload import Held, overlaps, unordered
+from tests.support.leaseload import Held, Load, overlaps, unordered
 from tests.support.leases import lease_row, owned, place, settled, tombs
 from tests.support.observe import Observer, Routers, elapsed, eventually, in_thread, keys_on, soon_enough
 from tests.support.proxy import Cut, Proxy, Rule, Way
@@ -517,36 +513,16 @@ def others(router: LockRouter, keys: list[str]) -> int:
     return len(keys)
 
 
-def run_load(shards: str, processes: int, seconds: float, keys: int, threads: int) -> Iterator[subprocess.Popen[str]]:
-    for seed in range(processes):
-        yield subprocess.Popen(
-            [sys.executable, "-m", "tests.support.leaseload", shards, str(seed), str(seconds), str(keys), str(threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ},
-        )
-
-
 def test_processes_with_overlapping_keys_and_a_deleter(cluster: Cluster, routers: Routers) -> None:
     """Exclusion by interval, tokens in order, no error but a caller's own, whatever is deleted meanwhile."""
-    running = list(run_load(str(cluster.shards_file), 3, 5.0, 40, 8))
-    stop = threading.Event()
+    load, stop = Load(cluster.shards_file, 3, 5.0, 40, 8), threading.Event()
     try:
-        for process in running:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
         deleter = in_thread(lambda: purge(routers, stop))
-        for process in running:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        results = [json.loads(process.communicate(timeout=60)[0]) for process in running]
+        load.go_all()
+        results = load.results(60)
     finally:
         stop.set()
-        for process in running:
-            process.kill()
-            process.wait()
+        load.close()
     assert deleter.result() > 0
     history = [Held(*held) for result in results for held in result["history"]]
     figures = [result["figures"] for result in results]

@@ -1,24 +1,29 @@
 """One process that takes, keeps, renews and frees leases of shared keys, and writes down what it held and when.
 
-    python -m tests.support.leaseload SHARDS_FILE SEED SECONDS KEYS THREADS
+    python -m tests.support.leaseload SHARDS_FILE SEED SECONDS KEYS THREADS [wrong]
 
 Prints "ready", waits for a line, works, and prints one JSON line with its history: for each hold the key, the token,
 the moment the caller knew of it, and the moment until which it counted on it, on the clock all processes here share.
+With "wrong" nobody looks whether a lease is somebody else's: the history must show it.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 import threading
+import time
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from lockrouter import LockLost, LockRouter, LockRouterError, ShardError
 from lockrouter.deadline import now
+from lockrouter.protocol.packets import query
+from lockrouter.sql import leases as sql
 
-__all__ = ["Held", "overlaps", "unordered"]
+__all__ = ["Held", "Load", "overlaps", "unordered"]
 
 
 class Held(NamedTuple):
@@ -101,6 +106,8 @@ class Worker:
                 self.bugs.append(f"a call with timeout {timeout} took {late + timeout:.1f} s")
         since = now()
         try:
+            if dice.random() < 0.5:
+                time.sleep(dice.random() * 0.004)
             if dice.random() < 0.1:
                 lease.renew()
             if dice.random() < 0.05:
@@ -116,9 +123,60 @@ class Worker:
         lease.release()
 
 
+class Load:
+    """Several such processes, started together; whatever happens, none is left."""
+
+    def __init__(self, shards: object, processes: int, seconds: float, keys: int, threads: int, *more: str) -> None:
+        self._arguments = [str(shards), str(seconds), str(keys), str(threads), *more]
+        self.processes = [self.start(seed, seconds) for seed in range(processes)]
+
+    def start(self, seed: int, seconds: float) -> subprocess.Popen[str]:
+        """One process, which waits for `go`."""
+        shards, _, *rest = self._arguments
+        command = [sys.executable, "-m", "tests.support.leaseload", shards, str(seed), str(seconds), *rest]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def go(self, process: subprocess.Popen[str]) -> None:
+        """Let a process begin that has said it is ready."""
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+
+    def go_all(self) -> None:
+        """Let all begin together."""
+        for process in self.processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        for process in self.processes:
+            self.go(process)
+
+    def results(self, seconds: float) -> list[dict[str, Any]]:
+        """What each process that lived to its end has written down."""
+        texts = [process.communicate(timeout=seconds)[0] for process in self.processes]
+        return [json.loads(text) for text in texts if text.strip()]
+
+    def close(self) -> None:
+        """No process is left."""
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+def without_owner_check() -> None:
+    """Make each acquisition take what it asks for, as if it were free."""
+    right = sql.take
+
+    def wrong(*arguments: Any) -> bytes:
+        return query(right(*arguments)[5:].replace(b".owner = '' OR ", b".owner = '' OR 1 = 1 OR "))
+
+    setattr(sql, "take", wrong)  # noqa: B010 - a variant made wrong on purpose
+
+
 def main() -> int:
     """Say "ready", run from a line of input for some seconds, print the history."""
     shards, seed, seconds, keys, threads = sys.argv[1:6]
+    if "wrong" in sys.argv[6:]:
+        without_owner_check()
     worker = Worker(shards, int(seed), float(seconds), int(keys))
     worker.router.lease(f"warm:{seed}", ttl=2, timeout=10).release()
     print("ready", flush=True)
