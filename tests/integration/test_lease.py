@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -743,3 +745,50 @@ def test_many_callers_share_statements(routers: Routers, router: LockRouter, ser
     settled(routers, router)
     assert not owned(server, router)
     assert tombs(router) == 0
+
+
+GEVENT = """
+from gevent import monkey; monkey.patch_all()
+import sys, time, gevent, lockrouter
+late, order = [], []
+
+def tick():
+    while True:
+        began = time.monotonic(); gevent.sleep(0.01); late.append(time.monotonic() - began - 0.01)
+
+def work(number):
+    for _ in range(3):
+        with router.lease(f"gevent:{number % 12}", ttl=2, timeout=30) as lease:
+            lease.check()
+            order.append((lease.key, lease.token))
+
+with lockrouter.LockRouter.from_file(sys.argv[1]) as router:
+    router.lease("gevent:warm", ttl=2, timeout=10).release()
+    ticker = gevent.spawn(tick)
+    victims = [gevent.spawn(work, number) for number in range(8)]
+    workers = [gevent.spawn(work, number) for number in range(40)]
+    gevent.sleep(0.02)
+    for victim in victims:
+        victim.kill()
+    gevent.joinall(workers, raise_error=True)
+    assert len(order) >= 120 and len(set(order)) == len(order)
+    with router.lease("gevent:kept", ttl=1) as lease:
+        gevent.sleep(2.5)
+        assert not lease.lost
+        lease.check()
+    until = time.monotonic() + 10
+    while (router._core.leases.entries or router._core.leases.queues._queues) and time.monotonic() < until:
+        gevent.sleep(0.05)
+    assert not router._core.leases.entries and not router._core.leases.queues._queues
+    ticker.kill()
+print("fine", max(late))
+"""
+
+
+def test_under_gevent_with_greenlets_killed(cluster: Cluster, routers: Routers) -> None:
+    """Patched first; killed greenlets, leaders among them, leave the others theirs."""
+    done = subprocess.run(
+        [sys.executable, "-c", GEVENT, str(cluster.shards_file)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("fine")

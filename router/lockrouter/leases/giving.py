@@ -13,7 +13,7 @@ from lockrouter.deadline import now
 from lockrouter.errors import LossReason, OutcomeUnknown, ShardError
 from lockrouter.leases.entry import Entry
 from lockrouter.leases.rows import Answer, Item, Said, Seen, Verb
-from lockrouter.leases.trouble import error_of
+from lockrouter.leases.trouble import error_of, refuse_change
 from lockrouter.protocol.effects import SLEEP, Operation
 from lockrouter.session import Answered, driver_error
 
@@ -85,6 +85,7 @@ def _ask(leases: Leases, entry: Entry, verb: Verb) -> Operation[Answer]:
     until = now() + 2 * leases.config.pool.connect_timeout + leases.config.breaker.retry_delay
     while True:
         shard = entry.shard
+        refuse_change(shard)
         item = Item(verb, entry.table, entry.row)
         done = yield from leases.lanes(shard).giving.submit(item, until)
         if done and item.error is None:

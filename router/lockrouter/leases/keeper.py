@@ -125,6 +125,8 @@ class Keeper:
             grid = min(_GRID, entry.ttl / 30)
             due = entry.deadline - entry.ttl * 2 / 3
             over_at = min(over_at, math.floor((due - self._offset) / grid) * grid + self._offset)
+        if entry.kill_at is not None:
+            over_at = min(over_at, entry.kill_at)
         self._arm(entry, over_at)
 
     def _arm(self, entry: Entry, when: float) -> None:
@@ -177,7 +179,7 @@ class Keeper:
     def close(self) -> None:
         """Close every connection. Idempotent."""
         for renewer in self._renewers.values():
-            renewer.store.close()
+            renewer.store.shut()
 
     def _time(self) -> Operation[None]:
         while True:
@@ -291,6 +293,11 @@ class Keeper:
         except (Gone, Silent, Answered) as error:
             if not renewer.failures:
                 _log.warning("shard %s: leases could not be renewed: %s", shard.id, error)
+            renewer.failures += 1
+            return error
+        except Exception as error:  # noqa: BLE001 - logged, and tried again
+            # Whatever it was, these leases must come up again: nobody else renews them.
+            _log.exception("shard %s: leases could not be renewed", shard.id)
             renewer.failures += 1
             return error
         renewer.failures = 0

@@ -377,5 +377,5 @@ class Leases:
         """Close every connection. Idempotent."""
         for lanes in self._lanes.values():
             for store in lanes.stores:
-                store.close()
+                store.shut()
         self.keeper.close()

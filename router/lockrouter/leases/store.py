@@ -59,6 +59,7 @@ class SqlStore:
         self._shard = shard
         self._skew_us = int(shard.config.router.clock_skew * 1_000_000)
         self.session: Session | None = None
+        self._shut = False
 
     def acquire(self, items: Sequence[Item], until: float) -> Operation[list[Answer]]:
         """As `Store.acquire`: one INSERT per table in one transaction, then one SELECT that says whose the rows are."""
@@ -111,6 +112,11 @@ class SqlStore:
         epoch, target = reply.rows[0]
         return bool(int(epoch or b"0")), (target or b"").decode("ascii", "replace")
 
+    def shut(self) -> None:
+        """End the connection for good: verbs raise Gone from now on. Idempotent."""
+        self._shut = True
+        self.close()
+
     def close(self) -> None:
         """End the connection; the next verb opens another. Idempotent."""
         session, self.session = self.session, None
@@ -128,6 +134,8 @@ class SqlStore:
             self.close()
             session = None
         if session is None:
+            if self._shut:
+                raise Gone("the router is closed")
             session = yield from self._open(until)
             self.session = session
         return session

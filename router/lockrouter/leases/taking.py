@@ -33,7 +33,7 @@ from lockrouter.errors import (
 )
 from lockrouter.leases.entry import Entry
 from lockrouter.leases.queues import Place
-from lockrouter.leases.rows import Item, Said, Seen, Verb, digest
+from lockrouter.leases.rows import Item, Seen, Verb, digest
 from lockrouter.leases.trouble import error_of, refuse_in_outage
 from lockrouter.owners import describe, running
 from lockrouter.protocol.effects import SLEEP, WAIT, Operation, Waiter
@@ -142,7 +142,7 @@ def take(ask: Take) -> Operation[Entry | None]:
     """
     queues = ask.leases.queues
     max_waiters = ask.rule.max_waiters if ask.rule is not None else None
-    _refuse_frozen(ask)
+    refuse_frozen(ask)
     place = queues.enter(ask, wait=ask.wait, max_waiters=max_waiters)
     if place is Place.BUSY:
         return None
@@ -160,7 +160,12 @@ def take(ask: Take) -> Operation[Entry | None]:
         queues.leave(ask)
 
 
-def _refuse_frozen(ask: Take) -> None:
+def refuse_frozen(ask: Take) -> None:
+    """Refuse a user's key that the shard file or an operator has frozen.
+
+    Raises:
+        Frozen: it is.
+    """
     frozen = ask.rule is not None and (ask.rule.frozen or ask.key.startswith(ask.shard.frozen))
     if frozen:
         raise Frozen(f"key {ask.leases.shown(ask.key)} is frozen: the operators' emergency stop")
@@ -195,18 +200,20 @@ def _look_again(ask: Take, seen: Seen) -> Operation[None]:
             return
         pause = min(pause * 2, _LONGEST_POLL)
         item = Item(Verb.READ, ask.address.table, ask.row)
-        answer = yield from _ask(ask, item)
-        if not isinstance(answer, Seen):
+        item = yield from _ask(ask, item)
+        if not isinstance(item.answer, Seen):
             return  # gone, or in trouble: the next attempt says
-        seen = answer
+        seen = item.answer
 
 
 def _attempt(ask: Take) -> Operation[Entry | Seen]:
     """Steps 2 to 4 and 6: repeat until the row is the caller's or somebody else's."""
     while True:
+        refuse_frozen(ask)
         item = Item(Verb.ACQUIRE, ask.address.table, ask.row)
         item.sent_at = ask.since
-        answer = yield from _ask(ask, item)
+        item = yield from _ask(ask, item)
+        answer = item.answer
         if isinstance(answer, Seen):
             if (answer.kind, answer.key) != (ask.kind, ask.key):
                 raise KeyCollision(f"key {ask.leases.shown(ask.key)} has the digest of another key's lease")
@@ -233,9 +240,9 @@ def _attempt(ask: Take) -> Operation[Entry | Seen]:
             yield (SLEEP, now() + jittered(_LOCKED_PAUSE), None)
 
 
-def _ask(ask: Take, item: Item) -> Operation[Seen | Said | Answered | None]:
-    """Have an item carried out, as often as its replies are lost, within the deadline."""
-    faults, asked = 0, item
+def _ask(ask: Take, item: Item) -> Operation[Item]:
+    """Have an item carried out, as often as its replies are lost, within the deadline; returns the answered one."""
+    faults = 0
     while True:
         yield from _ready(ask)
         try:
@@ -248,8 +255,7 @@ def _ask(ask: Take, item: Item) -> Operation[Seen | Said | Answered | None]:
             # Until an answer says otherwise, the server may still do it.
             ask.doubtful = ask.doubtful or (item.sent_at is not None and not (done and item.error is None))
         if done and item.error is None:
-            asked.incarnation = item.incarnation  # the caller judges by the server that answered
-            return item.answer
+            return item
         error = item.error
         faults += 1
         retries = ask.shard.config.breaker.retries

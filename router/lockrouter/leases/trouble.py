@@ -11,7 +11,7 @@ from lockrouter.session import Answered, driver_error
 if TYPE_CHECKING:
     from lockrouter.shard import Shard
 
-__all__ = ["error_of", "refuse_in_outage"]
+__all__ = ["error_of", "refuse_change", "refuse_in_outage"]
 
 _MISSING = frozenset({1049, 1146})
 _READ_ONLY = frozenset({1290, 1792, 1836, 1874, 3100})
@@ -30,6 +30,16 @@ def error_of(shard: Shard, answer: Answered) -> ShardError:
         made = ShardUnavailable(str(answer), shard=shard.id)
     made.__cause__ = driver_error(answer)
     return made
+
+
+def refuse_change(shard: Shard) -> None:
+    """As `refuse_in_outage`, for what is held already: a shard that is being drained still has its leases.
+
+    Raises:
+        ShardError: it does not answer, or is not the one to ask.
+    """
+    if shard.refusal is None or not shard.refusal.renews:
+        refuse_in_outage(shard)
 
 
 def refuse_in_outage(shard: Shard) -> None:
