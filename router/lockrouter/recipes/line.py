@@ -20,12 +20,11 @@ import random
 import threading
 import weakref
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockrouter.backoff import jittered
 from lockrouter.deadline import Deadline, now
-from lockrouter.errors import InvalidKey, LockLost
+from lockrouter.errors import InvalidKey
 from lockrouter.protocol.effects import Waiter
 from lockrouter.recipes.own import Held, Kind, OwnLease, Place, holders, take
 from lockrouter.routing import MAX_KEY_BYTES
@@ -106,6 +105,7 @@ class Line:
                 return None
             self._queue.append(me)
         try:
+            # Never empty here: nobody but this caller takes it out.
             while self._queue[0] is not me:
                 if not me.waiter.wait(deadline.at) and deadline.left() <= 0:
                     return None
@@ -167,10 +167,7 @@ class Line:
         return self._beyond
 
     def _queue_up(self) -> OwnLease | None:
-        """Take the first free place in the queue across processes."""
+        """Take a free place in the queue across processes; its token, not its number, says who came first."""
         seen = holders(self.base, self._places)
-        for place in self._places:
-            if place.digest not in seen:
-                with suppress(LockLost):
-                    return take(place, ttl=PLACE_TTL)
-        return None
+        free = [place for place in self._places if place.digest not in seen]
+        return take(random.choice(free), ttl=PLACE_TTL) if free else None

@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from lockrouter.errors import InProgress, LockRouterError, LockTimeout
+from lockrouter.leases.handle import checked_ttl
 from lockrouter.recipes.calling import arguments_of, refuse_coroutines
 from lockrouter.recipes.own import Kind, Place, take
 from lockrouter.recipes.record import Record
@@ -48,6 +49,7 @@ def in_progress(record: Record) -> InProgress:
 def once(core: Core, key: str | bytes, fn: Callable[..., Any], *, ttl: float, keep: float, transaction: bool) -> Any:
     """As `LockRouter.once`."""
     record = Record(core, key)
+    ttl = checked_ttl(ttl)
     _check_keep(keep)
     refuse_coroutines("once", fn)
     core.ready()
