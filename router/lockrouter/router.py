@@ -16,8 +16,8 @@ from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import LockTimeout, Overloaded, RouterClosed, ShardError
 from lockrouter.fencing import Target, fence
 from lockrouter.leases.handle import Lease, checked_payload, checked_ttl, require_lease_mode
+from lockrouter.leases.request import Take
 from lockrouter.leases.rows import Kind
-from lockrouter.leases.taking import Take
 from lockrouter.lockin import LockIn, lock_in
 from lockrouter.lockset import LockSet, lock_all, name_keys
 from lockrouter.owners import record

@@ -31,7 +31,7 @@ from lockrouter import (
     TopologyMismatch,
 )
 from lockrouter.config import KeyClass
-from lockrouter.leases import taking
+from lockrouter.leases import request, taking
 from lockrouter.leases.rows import Kind
 from lockrouter.testing.cluster import Cluster
 from lockrouter.tokens import parts
@@ -265,7 +265,7 @@ def test_two_keys_that_collide_in_the_digest(router: LockRouter, key: str, monke
     first, second = keys_on(router, SHARD, 400, prefix="collide")[:2], None
     bucket = router.route(first[0]).bucket
     second = next(k for k in keys_on(router, SHARD, 400, prefix="second") if router.route(k).bucket == bucket)
-    monkeypatch.setattr(taking, "digest", lambda topology, kind, key: b"the same for all")
+    monkeypatch.setattr(request, "digest", lambda topology, kind, key: b"the same for all")
     with router.lease(first[0], ttl=30), pytest.raises(KeyCollision):
         router.lease(second, ttl=30, timeout=1)
     with pytest.raises(KeyCollision):  # a released row is still that key's

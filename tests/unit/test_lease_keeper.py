@@ -15,7 +15,7 @@ from lockrouter.config import parse
 from lockrouter.core import Core
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason, Overloaded
-from lockrouter.leases import batch, keeper, service
+from lockrouter.leases import batch, holdings, keeper, renewer, service
 from lockrouter.leases.entry import TELL_EARLIER, Entry
 from lockrouter.leases.handle import Lease
 from lockrouter.leases.queues import Place, Queues
@@ -94,7 +94,7 @@ class Rig:
 
     def work(self) -> None:
         """Run the renewer until it sleeps for longer than now."""
-        operation = self.keeper._renew(self.renewer)
+        operation = self.renewer.work()
         effect = operation.send(None)
         while not (effect[0] == 3 and effect[1] > self.at):
             effect = operation.send(None)
@@ -108,7 +108,7 @@ class Rig:
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """A rig whose clock stands still unless it is moved."""
     made = Rig()
-    for module in (keeper, service, batch):
+    for module in (keeper, renewer, holdings, service, batch):
         monkeypatch.setattr(module, "now", made.now)
     monkeypatch.setattr("tests.support.fakestore.now", made.now)
     yield made
@@ -200,7 +200,7 @@ def test_a_released_entry_is_never_renewed(rig: Rig) -> None:
     for due in rig.keeper._take_due():
         rig.keeper._look_at(due)  # its renewal is due, and not yet made
     assert list(rig.renewer.due) == [entry]
-    assert rig.leases._take_out(entry)
+    assert rig.leases.take_out(entry)
     rig.pass_time(10)
     assert rig.asked(Verb.RENEW) == []
     assert not rig.leases.entries

@@ -173,8 +173,11 @@ class Lease:
         if self._generation is not self._leases.generation:
             return
         self._require_open()
-        self._open = False
-        reason = self._leases.release(self._entry)
+        try:
+            reason = self._leases.release(self._entry)
+        finally:
+            # An interrupt may have come before anything was done: then it is to be released yet.
+            self._open = self._entry.held
         if reason is not None:
             raise self._lost_error(reason)
 
@@ -207,10 +210,8 @@ class Lease:
 
     def __del__(self) -> None:
         # No I/O here: a finaliser may run anywhere. The next acquisition or the background gives it up.
-        if not getattr(self, "_open", False) or self._generation is not self._leases.generation:
-            return
-        shown = repr(self)
-        self._open = False
-        if self._entry.held:
-            self._leases.orphans.append(self._entry)
+        entry = getattr(self, "_held_as", None)
+        if entry is not None and entry.held and self._generation is self._leases.generation:
+            self._leases.orphans.append(entry)
+            shown, self._open = repr(self), False
             warnings.warn(f"{shown} was dropped without release", ResourceWarning, stacklevel=2, source=self)

@@ -20,20 +20,14 @@ import logging
 import math
 import random
 import threading
-from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lockrouter.backoff import jittered
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason
-from lockrouter.leases.batch import carry_out
 from lockrouter.leases.entry import Entry
-from lockrouter.leases.lane import MAX_ROWS
-from lockrouter.leases.rows import Item, Said, Seen, Verb
+from lockrouter.leases.renewer import Renewer
 from lockrouter.leases.store import SqlStore
 from lockrouter.protocol.effects import SLEEP, Operation
-from lockrouter.session import Answered, Gone, Silent
 from lockrouter.watcher import Task
 
 if TYPE_CHECKING:
@@ -48,41 +42,8 @@ _log = logging.getLogger("lockrouter")
 
 _GRID = 0.25
 _REST = 60.0
+_SWEEP_EVERY = 5.0
 _TICK = 0.005
-_FIRST_PAUSE = 0.05
-
-
-class Tomb:
-    """An owner id to be released until `until`, whatever the server still grants to it."""
-
-    __slots__ = ("buried_at", "next_at", "row", "table", "tries", "until")
-
-    def __init__(self, table: int, row: Wanted, ttl: float) -> None:
-        self.table = table
-        self.row = row._replace(token=0, payload=b"")
-        self.buried_at = self.next_at = now()
-        self.until = self.buried_at + ttl
-        self.tries = 0
-
-    def sent(self) -> None:
-        """Note that it was released just now: the next time in a while that grows with its age."""
-        self.tries += 1
-        age = now() - self.buried_at
-        self.next_at = now() + jittered(max(_FIRST_PAUSE, min(age / 4, 30.0)))
-
-
-class _Renewer:
-    """What the background has to do on one shard."""
-
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
-        self.store = SqlStore(shard)
-        self.due: deque[Entry] = deque()
-        self.tombs: dict[bytes, Tomb] = {}
-        self.suspects: set[bytes] = set()
-        self.task: Task | None = None
-        self.finisher: Task | None = None
-        self.failures = 0
 
 
 class Keeper:
@@ -94,24 +55,16 @@ class Keeper:
         self._heap: list[tuple[float, int, Entry]] = []
         self._order = itertools.count()
         self._offset = random.random()
-        self._renewers = {shard.id: _Renewer(shard) for shard in leases.shards.values()}
+        self._renewers = {shard.id: Renewer(leases, shard) for shard in leases.shards.values()}
         self._watcher: Watcher | None = None
         self._timer: Task | None = None
-        self._wakes_at = 0.0
+        self._wakes_at = self._sweeps_at = 0.0
 
     def tasks(self, watcher: Watcher) -> list[Task]:
         """The endless operations, to be run by `watcher`."""
         self._watcher = watcher
         self._timer = Task("lockrouter-leases", self._time)
-        tasks = [self._timer]
-        for renewer in self._renewers.values():
-            renewer.task = Task(f"lockrouter-{renewer.shard.id}-renew", self._for(renewer, self._renew))
-            renewer.finisher = Task(f"lockrouter-{renewer.shard.id}-finish", self._for(renewer, self._finish))
-            tasks += (renewer.task, renewer.finisher)
-        return tasks
-
-    def _for(self, renewer: _Renewer, make: Callable[[_Renewer], Operation[None]]) -> Callable[[], Operation[None]]:
-        return lambda: make(renewer)
+        return [self._timer, *(task for each in self._renewers.values() for task in (each.renewing, each.finishing))]
 
     def _poke(self, task: Task | None) -> None:
         if self._watcher is not None and task is not None:
@@ -127,9 +80,10 @@ class Keeper:
             over_at = min(over_at, math.floor((due - self._offset) / grid) * grid + self._offset)
         if entry.kill_at is not None:
             over_at = min(over_at, entry.kill_at)
-        self._arm(entry, over_at)
+        self.arm(entry, over_at)
 
-    def _arm(self, entry: Entry, when: float) -> None:
+    def arm(self, entry: Entry, when: float) -> None:
+        """Look at the entry then, and not before; whatever was to be looked at earlier is forgotten."""
         with self._lock:
             entry.next_at = when
             heapq.heappush(self._heap, (when, next(self._order), entry))
@@ -142,10 +96,8 @@ class Keeper:
     def bury(self, shard: Shard, table: int, row: Wanted, ttl: float, *, not_before: float = 0.0) -> None:
         """Release this owner id, again and again, until `ttl` has passed."""
         renewer = self._renewers[shard.id]
-        tomb = Tomb(table, row, ttl)
-        tomb.next_at = max(tomb.next_at, not_before)
-        renewer.tombs[row.owner] = tomb
-        self._poke(renewer.task)
+        renewer.bury(table, row, ttl, not_before)
+        self._poke(renewer.renewing)
 
     def hasten(self, shard: Shard, owner: bytes) -> None:
         """What was given up has just been granted after all: its tombstone is due."""
@@ -153,11 +105,11 @@ class Keeper:
         tomb = renewer.tombs.get(owner)
         if tomb is not None:
             tomb.next_at = now()
-            self._poke(renewer.task)
+            self._poke(renewer.renewing)
 
     def adopt(self, shard: Shard) -> None:
         """A lane of the shard has a batch whose leader had to go."""
-        self._poke(self._renewers[shard.id].finisher)
+        self._poke(self._renewers[shard.id].finishing)
 
     def tombs(self) -> int:
         """How many owner ids are still being released."""
@@ -184,12 +136,22 @@ class Keeper:
     def _time(self) -> Operation[None]:
         while True:
             self._leases.reap()
+            if now() >= self._sweeps_at:
+                self._sweep()
             for entry in self._take_due():
                 self._look_at(entry)
             with self._lock:
                 soonest = self._heap[0][0] if self._heap else now() + _REST
+                soonest = min(soonest, self._sweeps_at)
                 self._wakes_at = max(soonest, now() + _TICK)
             yield (SLEEP, self._wakes_at, None)
+
+    def _sweep(self) -> None:
+        """Give up what nobody has a handle of any more: an interrupt may have hit the finaliser itself."""
+        self._sweeps_at = now() + _SWEEP_EVERY
+        for entry in tuple(self._leases.entries.values()):
+            if entry.handle is not None and entry.handle() is None:
+                self._leases.drop(entry)
 
     def _take_due(self) -> list[Entry]:
         due, at = [], now()
@@ -214,112 +176,9 @@ class Keeper:
         if entry.handle is not None and entry.handle() is None:
             self._leases.drop(entry)
             return
-        self._arm(entry, entry.over_at)
+        self.arm(entry, entry.over_at)
         if entry.keep_alive and not entry.renewing:
             renewer = self._renewers[entry.shard.id]
             entry.renewing = True
             renewer.due.append(entry)
-            self._poke(renewer.task)
-
-    def _renew(self, renewer: _Renewer) -> Operation[None]:
-        while True:
-            entries = [renewer.due.popleft() for _ in range(min(MAX_ROWS, len(renewer.due)))]
-            entries = [entry for entry in entries if entry.held]
-            tombs = self._due_tombs(renewer)
-            if entries:
-                yield from self._renew_all(renewer, entries)
-            if tombs:
-                yield from self._release_all(renewer, tombs)
-            if not renewer.due:
-                soonest = min((tomb.next_at for tomb in renewer.tombs.values()), default=now() + _REST)
-                yield (SLEEP, soonest if not renewer.failures else max(soonest, now() + _FIRST_PAUSE), None)
-
-    def _renew_all(self, renewer: _Renewer, entries: list[Entry]) -> Operation[None]:
-        items = [Item(Verb.RENEW, entry.table, entry.row) for entry in entries]
-        failure = yield from self._carry_out(renewer, items)
-        lost = renewed = failed = 0
-        for entry, item in zip(entries, items, strict=True):
-            entry.renewing = False
-            if (
-                not item.settled
-                or failure is not None
-                or item.answer is Said.LOCKED
-                or isinstance(item.answer, Answered)
-            ):
-                failed += 1
-                self._again_soon(entry)
-                continue
-            assert item.sent_at is not None
-            reason = self._leases.renewed(entry, item.answer, item.sent_at, item.row.ttl / 1e6)
-            if item.answer is not Said.DONE and (yield from self._moved(entry, item.answer)):
-                failed += 1
-                self._again_soon(entry)
-            elif reason is not None:
-                lost += 1
-                self._leases.lose(entry, reason)
-            else:
-                renewed += 1
-                if entry.held:
-                    self.watch(entry)
-        for outcome, count in (("renewed", renewed), ("lost", lost), ("failed", failed)):
-            if count:
-                renewer.shard.stats.renewed(outcome, count)
-
-    def _moved(self, entry: Entry, answer: object) -> Operation[bool]:
-        """Whether the row's bucket is closed here; then the entry follows it, as far as that is known."""
-        if isinstance(answer, Seen) and answer.open:
-            return False
-        try:
-            opened, target = yield from self._leases.whereabouts(entry.shard, entry.row.bucket, now() + 1.0)
-        except Exception:  # noqa: BLE001 - nothing is known then, and nothing lost before its deadline
-            return True
-        shard = self._leases.shards.get(target)
-        if shard is not None and not opened:
-            entry.shard = shard
-        return not opened
-
-    def _again_soon(self, entry: Entry) -> None:
-        if entry.held:
-            self._arm(entry, min(entry.over_at, now() + jittered(min(0.5, entry.ttl / 20))))
-
-    def _carry_out(self, renewer: _Renewer, items: list[Item]) -> Operation[Exception | None]:
-        """Renew or release in the background; what went wrong, or None."""
-        shard = renewer.shard
-        refusal = shard.refusal
-        if refusal is not None and not refusal.renews:
-            return Silent(refusal.why)
-        try:
-            yield from carry_out(renewer.store, items, now() + shard.config.pool.connect_timeout, renewer.suspects)
-        except (Gone, Silent, Answered) as error:
-            if not renewer.failures:
-                _log.warning("shard %s: leases could not be renewed: %s", shard.id, error)
-            renewer.failures += 1
-            return error
-        except Exception as error:  # noqa: BLE001 - logged, and tried again
-            # Whatever it was, these leases must come up again: nobody else renews them.
-            _log.exception("shard %s: leases could not be renewed", shard.id)
-            renewer.failures += 1
-            return error
-        renewer.failures = 0
-        return None
-
-    def _due_tombs(self, renewer: _Renewer) -> list[Tomb]:
-        at, due = now(), []
-        for owner, tomb in tuple(renewer.tombs.items()):
-            if at > tomb.until and tomb.tries:
-                renewer.tombs.pop(owner, None)
-            elif at >= tomb.next_at:
-                due.append(tomb)
-        return due[:MAX_ROWS]
-
-    def _release_all(self, renewer: _Renewer, tombs: list[Tomb]) -> Operation[None]:
-        yield from self._carry_out(renewer, [Item(Verb.RELEASE, tomb.table, tomb.row) for tomb in tombs])
-        for tomb in tombs:
-            tomb.sent()
-
-    def _finish(self, renewer: _Renewer) -> Operation[None]:
-        lanes = self._leases.lanes(renewer.shard)
-        while True:
-            yield from lanes.taking.finish()
-            yield from lanes.giving.finish()
-            yield (SLEEP, now() + _REST, None)
+            self._poke(renewer.renewing)

@@ -5,25 +5,22 @@ This is what recipes build on: `acquire` with a kind of their own, and the handl
 
 from __future__ import annotations
 
-import logging
-import os
-import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from lockrouter.deadline import Deadline, now
-from lockrouter.errors import LockTimeout, LossReason, Overloaded, ShardError, ShardUnavailable
+from lockrouter.errors import LockTimeout, LossReason, NotHeld, Overloaded, ShardError, ShardUnavailable
 from lockrouter.leases import giving
-from lockrouter.leases.entry import TELL_EARLIER, Entry
+from lockrouter.leases.entry import Entry
 from lockrouter.leases.handle import Lease
+from lockrouter.leases.holdings import Holdings
 from lockrouter.leases.keeper import Keeper
 from lockrouter.leases.lane import Lane
-from lockrouter.leases.queues import Queues
-from lockrouter.leases.rows import Answer, Item, Said, Seen
+from lockrouter.leases.request import Take
+from lockrouter.leases.rows import Item, Seen
 from lockrouter.leases.store import SqlStore
-from lockrouter.leases.taking import Take, take
+from lockrouter.leases.taking import take
 from lockrouter.leases.trouble import error_of
 from lockrouter.protocol.effects import Operation, drive
 from lockrouter.session import Answered, Gone, Session, Silent, driver_error
@@ -37,8 +34,6 @@ if TYPE_CHECKING:
     from lockrouter.watcher import Task, Watcher
 
 __all__ = ["Lanes", "Leases"]
-
-_log = logging.getLogger("lockrouter")
 
 
 class Lanes:
@@ -57,38 +52,16 @@ class Lanes:
         self.giving = Lane(self.stores[1], orphan, adopt)
 
 
-class OwnerIds:
-    """Random ids of 16 bytes, fetched many at a time."""
-
-    def __init__(self) -> None:
-        self._ready: deque[bytes] = deque()
-
-    def new(self) -> bytes:
-        """One that nobody else has, anywhere."""
-        try:
-            return self._ready.popleft()
-        except IndexError:
-            many = os.urandom(16 * 64)
-            self._ready.extend(many[at : at + 16] for at in range(16, len(many), 16))
-            return many[:16]
-
-
-class Leases:
+class Leases(Holdings):
     """The leases of one router; made with it, and idle until the first is asked for."""
 
     def __init__(self, core: Core) -> None:
+        super().__init__()
         self._core = core
         self.config = core.config
         self.topology = core.config.topology.name
         self.shards = core.shards
         self.shown = core.shown
-        self.queues = Queues()
-        self._lock = threading.Lock()
-        # By owner id: each acquisition that is held.
-        self.entries: dict[bytes, Entry] = {}
-        self.orphans: deque[Entry] = deque()
-        # Of this object alone: a forked child has another, and so none of the ids its parent would use next.
-        self.owner_ids = OwnerIds()
         self._lanes = {shard.id: Lanes(self, shard) for shard in core.shards.values()}
         self.keeper = Keeper(self)
 
@@ -168,7 +141,7 @@ class Leases:
         rights = shard.rights
         wrong_server = shard.demoted or (rights is not None and rights.incarnation != item.incarnation)
         entry = Entry(
-            Wanted(*ask.row[:5], seen.token, ask.row.ttl, b""),
+            Wanted(ask.row.bucket, ask.k, ask.kind, ask.key, ask.owner, seen.token, ask.row.ttl, b""),
             table=ask.address.table,
             shard=shard,
             key=ask.key,
@@ -192,9 +165,8 @@ class Leases:
         # From here on whoever drops the handle, an interrupt too, gives the lease up.
         entry.handle = weakref.ref(handle)
         handle.attach(entry)
-        with self._lock:
-            self.entries[ask.owner] = entry
-            ask.entry = entry
+        self.add(entry)
+        ask.entry = entry
         self.queues.granted(ask, entry)
         self.keeper.watch(entry)
         return entry
@@ -204,14 +176,27 @@ class Leases:
 
         Raises:
             ShardError: no answer, or a refusal; the background goes on trying.
+            NotHeld: somebody else is releasing it.
         """
-        if self.loss_of(entry) is not None or not self._take_out(entry):
+        if self.loss_of(entry) is not None:
             return entry.lost
-        entry.shard.stats.lease.released(now() - entry.granted_at)
+        taken = False
         try:
-            reason = drive(giving.free(self, entry))
+            taken = self.take_out(entry)
+            if not taken and entry.lost is None:
+                raise NotHeld("the lease was released")
+            reason = drive(giving.free(self, entry)) if taken else None
+        except (NotHeld, ShardError):
+            raise
+        except BaseException:
+            if entry.released:
+                self.bury_entry(entry)
+            raise
         finally:
             self.queues.freed(entry)
+        if not taken:
+            return entry.lost
+        entry.shard.stats.lease.released(now() - entry.granted_at)
         if reason is not None:
             entry.lost = reason
             entry.shard.stats.count_lost("lease", reason.value)
@@ -250,86 +235,6 @@ class Leases:
             if reason is not None:
                 self.lose(entry, reason)
         return entry.lost or reason
-
-    def drop(self, entry: Entry | None) -> None:
-        """Give up a lease without waiting: a tombstone frees its row."""
-        if entry is not None and self._take_out(entry):
-            self.bury_entry(entry)
-            self.queues.freed(entry)
-
-    def reap(self) -> None:
-        """Give up what dropped handles held."""
-        while self.orphans:
-            try:
-                self.drop(self.orphans.popleft())
-            except IndexError:
-                return
-
-    def _take_out(self, entry: Entry) -> bool:
-        """Under the mutex: the entry is released; False: it was already, or is lost."""
-        with self._lock:
-            if not entry.held:
-                return False
-            entry.released = True
-            self.entries.pop(entry.row.owner, None)
-            return True
-
-    def loss_of(self, entry: Entry) -> LossReason | None:
-        """Why a lease is lost, by what is known and by the clock, or None; no I/O."""
-        if entry.held and now() >= entry.over_at:
-            self.lose(entry, LossReason.EXPIRED)
-        return entry.lost
-
-    def lose(self, entry: Entry, reason: LossReason) -> bool:
-        """Mark a held lease as lost, for ever, and tell; False: it was not held any more."""
-        with self._lock:
-            if not entry.held:
-                return False
-            entry.lost = reason
-            self.entries.pop(entry.row.owner, None)
-            callbacks, entry.callbacks = entry.callbacks, []
-        entry.shard.stats.count_lost("lease", reason.value)
-        _log.warning("lease lost: key %s on shard %s: %s", self.shown(entry.key), entry.shard.id, reason.value)
-        for callback in callbacks:
-            try:
-                threading.Thread(target=callback, args=(reason,), name="lockrouter-on-lost", daemon=True).start()
-            except RuntimeError:
-                _log.exception("no thread could be started to tell a holder of its loss")
-        self.bury_entry(entry)
-        self.queues.freed(entry)
-        return True
-
-    def subscribe(self, entry: Entry, callback: Callable[[LossReason], object]) -> LossReason | None:
-        """Have `callback` called when the lease is lost; the reason if it is, and nothing will be called then."""
-        with self._lock:
-            if entry.held:
-                entry.callbacks.append(callback)
-            return entry.lost
-
-    def renewed(self, entry: Entry, answer: Answer, sent_at: float, ttl: float) -> LossReason | None:
-        """Take note of the answer to one renewal sent at `sent_at`; why the lease is lost by it, or None.
-
-        Nothing revives: an entry that is out, or past its own deadline, keeps what it has.
-        """
-        reason = giving.loss_in(entry, answer)
-        if reason is not None or answer is Said.LOCKED or isinstance(answer, Exception):
-            return reason
-        left = min(ttl, answer.left) if isinstance(answer, Seen) else ttl
-        with self._lock:
-            if not entry.held or now() >= entry.over_at:
-                return None
-            entry.deadline = max(entry.deadline, sent_at + left)
-            entry.ttl = ttl
-        return None
-
-    def bury(self, shard: Shard, table: int, row: Wanted, ttl: float) -> None:
-        """Have the background release, by owner id, whatever may still be granted to it, until `ttl` has passed."""
-        self.keeper.bury(shard, table, row, ttl)
-
-    def bury_entry(self, entry: Entry) -> None:
-        """As `bury`, for a lease that was held; one that expired is its holder's up to the last moment."""
-        later = min(entry.deadline, now() + TELL_EARLIER) if entry.lost is LossReason.EXPIRED else 0.0
-        self.keeper.bury(entry.shard, entry.table, entry.row, entry.ttl, not_before=later)
 
     def whereabouts(self, shard: Shard, bucket: int, until: float) -> Operation[tuple[bool, str]]:
         """Whether a bucket is open on a shard, and which shard it went to, as far as that one knows.

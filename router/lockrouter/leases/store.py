@@ -62,18 +62,26 @@ class SqlStore:
         self._shut = False
 
     def acquire(self, items: Sequence[Item], until: float) -> Operation[list[Answer]]:
-        """As `Store.acquire`: one INSERT per table in one transaction, then one SELECT that says whose the rows are."""
+        """As `Store.acquire`: one INSERT per table in one transaction, then one SELECT that says whose the rows are.
+
+        What the others hold is read by a second SELECT.
+        """
         session = yield from self._ready(until)
         groups = _by_table(items)
         packets = [sql.take(session.dialect, table, _rows(group), self._skew_us) for table, group in groups]
-        *written, found = yield from self._ask(session, items, [*_at_once(packets), _find(groups)])
-        answers = _read(items, found)
-        refused = next((reply for reply in written if isinstance(reply, Err)), None)
-        if refused is None:
-            return answers
-        # One that failed may have undone the others; what the reading shows to be somebody's is certain all the same.
-        trouble, skew = Answered(refused.code, refused.message), self._skew_us / 1e6
-        return [answer if isinstance(answer, Seen) and answer.free_in(skew) > 0 else trouble for answer in answers]
+        whose = sql.owners([(table, _rows(group)) for table, group in groups])
+        *written, found = yield from self._ask(session, items, [*_at_once(packets), whose])
+        refused = next((reply for reply in (*written, found) if isinstance(reply, Err)), None)
+        trouble = None if refused is None else Answered(refused.code, refused.message)
+        answers = _granted(items, found)
+        others = [item for item in items if id(item) not in answers]
+        if others:
+            (reply,) = yield from self._ask(session, (), [_find(_by_table(others))])
+            for item, answer in zip(others, _read(others, reply), strict=True):
+                # A statement that failed may have undone the others; what is somebody's for certain is so all the same.
+                certain = isinstance(answer, Seen) and answer.free_in(self._skew_us / 1e6) > 0
+                answers[id(item)] = answer if certain or trouble is None else trouble
+        return [answers[id(item)] for item in items]
 
     def renew(self, items: Sequence[Item], until: float) -> Operation[list[Answer]]:
         """As `Store.renew`: one UPDATE per table; where it did not change every row, a SELECT says which."""
@@ -205,6 +213,20 @@ def _rows(group: Sequence[Item]) -> list[Wanted]:
 
 def _find(groups: Sequence[tuple[int, Sequence[Item]]]) -> bytes:
     return sql.find([(table, _rows(group)) for table, group in groups])
+
+
+def _granted(items: Sequence[Item], reply: Reply) -> dict[int, Answer]:
+    """The items, by identity, whose rows have their own owner by now."""
+    if not isinstance(reply, Rows):
+        return {}
+    found = {(k, owner): int(token or b"0") for k, owner, token in reply.rows}
+    granted: dict[int, Answer] = {}
+    for item in items:
+        row = item.row
+        token = found.get((row.k, row.owner))
+        if token is not None:
+            granted[id(item)] = Seen(row.owner, token, row.kind, row.key, row.ttl / 1e6, 0.0, True)
+    return granted
 
 
 def _read(items: Sequence[Item], reply: Reply) -> list[Answer]:

@@ -16,7 +16,7 @@ from lockrouter.protocol.packets import query
 from lockrouter.sql.statements import MYSQL, Dialect
 from lockrouter.tokens import EPOCH_US
 
-__all__ = ["BEGIN", "COMMIT", "Wanted", "bucket_state", "find", "find_unlocked", "free", "keep", "take"]
+__all__ = ["BEGIN", "COMMIT", "Wanted", "bucket_state", "find", "find_unlocked", "free", "keep", "owners", "take"]
 
 _NOW = b"CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS SIGNED)"
 _TERM = b"(SELECT m.term FROM lock_meta AS m WHERE m.id = 1)"
@@ -131,6 +131,12 @@ def find(groups: Sequence[tuple[int, Sequence[Wanted]]]) -> bytes:
         b"SELECT k, owner, token, kind, key_text, CAST(expires AS SIGNED) - %b, %b + CAST(ttl AS SIGNED) - %b,"
         b" (SELECT b.epoch FROM lock_bucket AS b WHERE b.bucket = l.bucket) FROM lease_%%02d AS l WHERE %%b"
     ) % (_NOW, _TERM_STARTED, _NOW)
+    return query(b" UNION ALL ".join(form % (table, _where(rows)) for table, rows in groups))
+
+
+def owners(groups: Sequence[tuple[int, Sequence[Wanted]]]) -> bytes:
+    """The packet that reads k, owner and token alone: all that a new holder needs, for half the price of `find`."""
+    form = b"SELECT k, owner, token FROM lease_%02d WHERE %b"
     return query(b" UNION ALL ".join(form % (table, _where(rows)) for table, rows in groups))
 
 
