@@ -202,14 +202,6 @@ class Leases(Holdings):
             entry.shard.stats.count_lost("lease", reason.value)
         return reason
 
-    def let_be(self, entry: Entry) -> LossReason | None:
-        """Hold a lease no more, without freeing its row: it ends by itself. Why it had been lost by then, or None."""
-        if self.loss_of(entry) is not None or not self._take_out(entry):
-            return entry.lost
-        entry.shard.stats.lease.released(now() - entry.granted_at)
-        self.queues.freed(entry)
-        return None
-
     def renew(self, entry: Entry, ttl: float) -> LossReason | None:
         """Prolong a lease to `ttl` from now; why it is lost, or None.
 

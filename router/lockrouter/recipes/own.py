@@ -65,9 +65,12 @@ class OwnLease(Lease):
         if self._generation is not self._leases.generation:
             return
         self._require_open()
-        self._open = False
         entry = self._entry
-        reason = self._leases.let_be(entry)
+        try:
+            reason = self._leases.let_be(entry)
+        finally:
+            # An interrupt may have come before anything was done: then it is to be released yet.
+            self._open = entry.held
         if reason is None:
             place = (entry.row.bucket, entry.row.k)
             packet = sql.end_lease(entry.table, place, self.holder, int(at_least * 1e6))
@@ -79,8 +82,8 @@ class OwnLease(Lease):
     def drop(self) -> None:
         """Give it up without waiting for the shard: the background frees its row."""
         if self._open:
-            self._open = False
             self._leases.drop(self._entry)
+            self._open = self._entry.held
 
 
 class Place:
