@@ -15,7 +15,7 @@ from lockrouter import SKIPPED, LockLost, LockRouter, ShardUnavailable
 from lockrouter.recipes.own import Kind, Place, holder_of
 from lockrouter.testing.cluster import Cluster
 from tests.support.observe import Observer, Routers, eventually, in_thread, keys_on
-from tests.support.proxy import Proxy
+from tests.support.proxy import Cut, Proxy, Rule, Way
 
 pytestmark = pytest.mark.server
 
@@ -166,6 +166,19 @@ def test_an_outage_is_an_error(routers: Routers, name: str) -> None:
         proxy.accept()
         eventually(lambda: router.health()["shard-0"]["state"] == "ok")
         assert router.guard(name)(lambda: 1)() == 1
+        router.close()
+
+
+def test_a_lost_reply_on_leaving_is_settled(routers: Routers, name: str) -> None:
+    with Proxy(routers.cluster.port(0)) as proxy:
+        router = routers.make(ports={0: proxy.port})
+        router.warm()
+        with router.guard(name, at_least=60.0):
+            rule = proxy.add(Rule(Way.DOWN, 0, Cut.RST, marker=b"\x03COMMIT"))
+        assert rule.struck.is_set()
+        seconds = left(router, name)
+        assert seconds is not None
+        assert 55.0 < seconds <= 60.0
         router.close()
 
 

@@ -75,9 +75,16 @@ class OwnLease(Lease):
             place = (entry.row.bucket, entry.row.k)
             packet = sql.end_lease(entry.table, place, self.holder, int(at_least * 1e6))
             reply = _ask(entry.shard, packet, commit=True)
-            reason = None if isinstance(reply, Ok) and reply.affected else LossReason.STOLEN
+            # Asked again after a lost reply, the statement finds nothing left to change.
+            if not (isinstance(reply, Ok) and reply.affected) and not self._has_the_row():
+                reason = LossReason.STOLEN
         if reason is not None:
             raise self._lost_error(reason)
+
+    def _has_the_row(self) -> bool:
+        row, (owner, token) = self._entry.row, self.holder
+        reply = _ask(self._entry.shard, sql.open_leases(self._entry.table, row.bucket, [row.k]))
+        return isinstance(reply, Rows) and [found[1:3] for found in reply.rows] == [(owner, b"%d" % token)]
 
     def drop(self) -> None:
         """Give it up without waiting for the shard: the background frees its row."""
