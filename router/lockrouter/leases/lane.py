@@ -25,6 +25,7 @@ from lockrouter.leases.batch import Batch
 from lockrouter.leases.rows import Item
 from lockrouter.leases.store import Store
 from lockrouter.protocol.effects import WAIT, Operation
+from lockrouter.session import Gone
 
 __all__ = ["MAX_BYTES", "MAX_ROWS", "Lane"]
 
@@ -138,6 +139,8 @@ class Lane:
             for item, later in zip(waiting, waiting[_AT_ONCE:], strict=False):
                 item.next_to_wake = later
             for item in batch.items:
+                if not item.settled and item.error is None:
+                    item.error = Gone("the batch was abandoned")
                 item.done = True
             left = [item for item in batch.items if item.left]
         self._tell(waiting, left)

@@ -131,6 +131,7 @@ def _look_again(ask: Take, seen: Seen) -> Operation[None]:
 
 def _attempt(ask: Take) -> Operation[Entry | Seen]:
     """Steps 2 to 4 and 6: repeat until the row is the caller's or somebody else's."""
+    missing = 0
     while True:
         refuse_frozen(ask)
         item = Item(Verb.ACQUIRE, ask.address.table, ask.row)
@@ -145,13 +146,18 @@ def _attempt(ask: Take) -> Operation[Entry | Seen]:
                 if entry is not None:
                     return entry
                 continue
-            ask.settled()
-            if answer.open and answer.free_in(ask.leases.config.router.clock_skew) > 0:
-                return answer
+        # Whatever else was said, this request granted nothing: the next one counts from its own time.
+        ask.settled()
+        if isinstance(answer, Seen) and answer.open and answer.free_in(ask.leases.config.router.clock_skew) > 0:
+            return answer
         if isinstance(answer, Answered):
             raise error_of(ask.shard, answer)
-        if answer is None or (isinstance(answer, Seen) and not answer.open):
+        missing += answer is None
+        if missing > 1 or (isinstance(answer, Seen) and not answer.open):
             yield from _follow(ask)
+        elif answer is None:
+            # Freed, and purged, just after it was asked for; or its bucket is closed, and it will be missing again.
+            yield (SLEEP, now() + jittered(_FREED_PAUSE), None)
         elif isinstance(answer, Seen):
             # Freed just after it was asked for.
             if now() >= ask.until:
