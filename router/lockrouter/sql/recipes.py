@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from sqlalchemy import text
 
 from lockrouter.protocol.packets import query
-from lockrouter.sql.schema import lease_name
 from lockrouter.tokens import EPOCH_US
 
 __all__ = [
@@ -92,7 +91,7 @@ def store_result(
     return query(
         f"INSERT INTO once (k, key_text, state, owner, token, expires, keep_until, result)"
         f" SELECT {_hex(digest)}, {_hex(key)}, {DONE}, l.owner, l.token, l.expires, {_NOW} + {keep_us}, {_hex(result)}"
-        f" FROM {lease_name(table)} l JOIN lock_bucket b ON b.bucket = l.bucket AND b.epoch > 0"
+        f" FROM lease_{table:02d} l JOIN lock_bucket b ON b.bucket = l.bucket AND b.epoch > 0"
         f" WHERE l.bucket = {bucket} AND l.k = {_hex(lease)} AND l.owner = {_hex(owner)} AND l.token = {token}"
         f" AND l.expires > {_NOW} LOCK IN SHARE MODE".encode()
     )
@@ -122,7 +121,7 @@ def end_lease(table: int, place: tuple[int, bytes], holder: tuple[bytes, int], l
     bucket, digest = place
     owner, token = holder
     return query(
-        f"UPDATE {lease_name(table)} SET ttl = 0, expires = GREATEST(acquired + {least_us}, {_NOW})"
+        f"UPDATE lease_{table:02d} SET ttl = 0, expires = GREATEST(acquired + {least_us}, {_NOW})"
         f" WHERE bucket = {bucket} AND k = {_hex(digest)} AND owner = {_hex(owner)} AND token = {token}"
         f" AND expires > {_NOW}".encode()
     )
@@ -133,7 +132,7 @@ def open_leases(table: int, bucket: int, digests: Sequence[bytes]) -> bytes:
     listed = ", ".join(map(_hex, digests))
     return query(
         f"SELECT k, owner, token, CAST(expires AS SIGNED) - CAST({_NOW} AS SIGNED), key_text, payload"
-        f" FROM {lease_name(table)} WHERE bucket = {bucket} AND k IN ({listed})".encode()
+        f" FROM lease_{table:02d} WHERE bucket = {bucket} AND k IN ({listed})".encode()
     )
 
 
@@ -141,14 +140,14 @@ def leases_of_kind(table: int, bucket: int, kind: int) -> bytes:
     """The packet that reads all leases of one kind in a bucket, whatever their keys; columns as in `open_leases`."""
     return query(
         f"SELECT k, owner, token, CAST(expires AS SIGNED) - CAST({_NOW} AS SIGNED), key_text, payload"
-        f" FROM {lease_name(table)} WHERE bucket = {bucket} AND kind = {kind}".encode()
+        f" FROM lease_{table:02d} WHERE bucket = {bucket} AND kind = {kind}".encode()
     )
 
 
 def stale_leases(table: int) -> str:
     """Reads `:page` leases after (`:bucket`, `:k`), and says which are stale: long expired, and granted long ago."""
     return (
-        f"SELECT bucket, k, expires + :age <= {_NOW} AND {_GRANTED} + :age <= {_NOW} AS stale FROM {lease_name(table)}"
+        f"SELECT bucket, k, expires + :age <= {_NOW} AND {_GRANTED} + :age <= {_NOW} AS stale FROM lease_{table:02d}"
         " WHERE bucket >= :bucket AND (bucket > :bucket OR k > :k) ORDER BY bucket, k LIMIT :page"
     )
 
@@ -156,7 +155,7 @@ def stale_leases(table: int) -> str:
 def sweep_lease(table: int) -> str:
     """Deletes one lease if it is stale still."""
     return (
-        f"DELETE FROM {lease_name(table)} WHERE bucket = :bucket AND k = :k"
+        f"DELETE FROM lease_{table:02d} WHERE bucket = :bucket AND k = :k"
         f" AND expires + :age <= {_NOW} AND {_GRANTED} + :age <= {_NOW}"
     )
 
