@@ -130,9 +130,7 @@ class Core:
 
     def _occupied(self) -> bool:
         """True while somebody holds something, or a statement is to be killed yet."""
-        return bool(
-            self.gates.holds() or self.leases.entries or any(shard.keeper.kills for shard in self.shards.values())
-        )
+        return bool(self.gates.holds() or self.leases.busy or any(shard.keeper.kills for shard in self.shards.values()))
 
     def _interrupt_waiters(self) -> None:
         """Wake who waits for a session or at a server, and leave no statement behind there."""

@@ -51,6 +51,9 @@ class FakeStore:
         yield (SLEEP, now(), None)
         return {one.row.k for one in items} & self.rows_locked
 
+    def rest(self) -> None:
+        """There is no connection to let go of."""
+
     def owner(self, name: str) -> str:
         """Who has a key; empty: nobody."""
         seen = self.rows.get(name.encode().ljust(16, b"."))

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TELL_EARLIER", "Entry"]
 
-TELL_EARLIER = 0.05
-"""Seconds before its deadline that a lease counts as lost, so that its holder has been told when it comes."""
+TELL_EARLIER = 0.1
+"""Seconds before its deadline that a lease counts as lost, so that its holder has been told when it comes; a twentieth
+of its ttl at most."""
 
 
 class Entry:
@@ -88,7 +89,7 @@ class Entry:
     @property
     def over_at(self) -> float:
         """When it counts as lost unless it is renewed before."""
-        return self.deadline - TELL_EARLIER
+        return self.deadline - min(TELL_EARLIER, self.ttl / 20)
 
     @property
     def held(self) -> bool:

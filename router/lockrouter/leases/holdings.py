@@ -56,6 +56,8 @@ class Holdings:
         self._lock = threading.Lock()
         # By owner id: each acquisition that is held.
         self.entries: dict[bytes, Entry] = {}
+        # Taken out, and not yet freed on the server.
+        self._leaving: set[Entry] = set()
         # What dropped handles held.
         self.orphans: deque[Entry] = deque()
         # Of this object alone: a forked child has another, and so none of the ids its parent would use next.
@@ -70,7 +72,7 @@ class Holdings:
         """Give up a lease without waiting: a tombstone frees its row."""
         if entry is not None and self.take_out(entry):
             self.bury_entry(entry)
-            self.queues.freed(entry)
+            self.left(entry)
 
     def let_be(self, entry: Entry) -> LossReason | None:
         """Hold a lease no more, without freeing its row: it ends by itself. Why it had been lost by then, or None."""
@@ -95,7 +97,18 @@ class Holdings:
                 return False
             entry.released = True
             self.entries.pop(entry.row.owner, None)
+            self._leaving.add(entry)
             return True
+
+    def left(self, entry: Entry) -> None:
+        """What could be done about a released lease is done: whoever waits for it here may ask."""
+        self._leaving.discard(entry)
+        self.queues.freed(entry)
+
+    @property
+    def busy(self) -> bool:
+        """True while anything is held, or on its way to be freed."""
+        return bool(self.entries or self._leaving)
 
     def loss_of(self, entry: Entry) -> LossReason | None:
         """Why a lease is lost, by what is known and by the clock, or None; no I/O."""

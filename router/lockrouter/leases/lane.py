@@ -95,6 +95,12 @@ class Lane:
             finally:
                 self._ended(batch)
 
+    def rest(self) -> None:
+        """Let go of a connection that nobody has used for long."""
+        with self._lock:
+            if self._current is None:
+                self._store.rest()
+
     @property
     def idle(self) -> bool:
         """True while nothing is on its way."""

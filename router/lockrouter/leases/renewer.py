@@ -80,6 +80,8 @@ class Renewer:
                 yield from self._renew_all(entries)
             if tombs:
                 yield from self._release_all(tombs)
+            if not self.due and not entries and not tombs:
+                self.store.rest()
             if not self.due:
                 soonest = min((tomb.next_at for tomb in self.tombs.values()), default=now() + _REST)
                 yield (SLEEP, soonest if not self._failures else max(soonest, now() + _FIRST_PAUSE), None)
@@ -165,4 +167,6 @@ class Renewer:
         while True:
             yield from lanes.taking.finish()
             yield from lanes.giving.finish()
+            lanes.taking.rest()
+            lanes.giving.rest()
             yield (SLEEP, now() + _REST, None)

@@ -180,12 +180,14 @@ class Leases(Holdings):
         """
         if self.loss_of(entry) is not None:
             return entry.lost
-        taken = False
+        others = False
         try:
-            taken = self.take_out(entry)
-            if not taken and entry.lost is None:
-                raise NotHeld("the lease was released")
-            reason = drive(giving.free(self, entry)) if taken else None
+            if not self.take_out(entry):
+                others = entry.lost is None
+                if others:
+                    raise NotHeld("the lease was released")
+                return entry.lost
+            reason = drive(giving.free(self, entry))
         except (NotHeld, ShardError):
             raise
         except BaseException:
@@ -193,9 +195,8 @@ class Leases(Holdings):
                 self.bury_entry(entry)
             raise
         finally:
-            self.queues.freed(entry)
-        if not taken:
-            return entry.lost
+            if not others:
+                self.left(entry)
         entry.shard.stats.lease.released(now() - entry.granted_at)
         if reason is not None:
             entry.lost = reason

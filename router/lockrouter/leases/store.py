@@ -26,6 +26,7 @@ __all__ = ["CONTENDED", "SqlStore", "Store"]
 
 CONTENDED = frozenset({1020, 1205, 1213})
 """Errors of a row that somebody else has locked, or of a deadlock: nothing was changed, and another try may do."""
+_IDLE_FOR = 300.0
 _SERVER_WAIT = 2.0
 """Seconds a statement waits at most on the server: one for a row's lock, one for a metadata lock."""
 
@@ -50,6 +51,9 @@ class Store(Protocol):
 
     def locked(self, items: Sequence[Item], until: float) -> Operation[set[bytes]]:
         """The digests of those rows that somebody has locked just now; never waits for them."""
+
+    def rest(self) -> None:
+        """Let go of a connection that nobody has used for long; not while a verb is on its way."""
 
 
 class SqlStore:
@@ -119,6 +123,11 @@ class SqlStore:
             return False, ""
         epoch, target = reply.rows[0]
         return bool(int(epoch or b"0")), (target or b"").decode("ascii", "replace")
+
+    def rest(self) -> None:
+        """As `Store.rest`."""
+        if self.session is not None and now() - self.session.answered_at > _IDLE_FOR:
+            self.close()
 
     def shut(self) -> None:
         """End the connection for good: verbs raise Gone from now on. Idempotent."""
