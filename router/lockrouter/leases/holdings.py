@@ -79,7 +79,7 @@ class Holdings:
         if self.loss_of(entry) is not None or not self.take_out(entry):
             return entry.lost
         entry.shard.stats.lease.released(now() - entry.granted_at)
-        self.queues.freed(entry)
+        self.left(entry)
         return None
 
     def reap(self) -> None:
