@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from lockrouter import optimistic
 from lockrouter.claim import TransactionLock
 from lockrouter.config import RouterConfig, load
 from lockrouter.core import Overdue
@@ -35,16 +36,22 @@ from lockrouter.errors import (
 from lockrouter.leases.handle import Lease
 from lockrouter.lockin import LockIn
 from lockrouter.lockset import LockSet
+from lockrouter.recipes.election import Election
+from lockrouter.recipes.guard import SKIPPED, Guard
+from lockrouter.recipes.semaphore import Permit, Semaphore
 from lockrouter.router import LockRouter
 from lockrouter.routing import Address
 from lockrouter.rowlock import RowLock
 from lockrouter.transaction import Transaction
 
 __all__ = [
+    "SKIPPED",
     "Address",
     "ConfigError",
     "CrossShard",
+    "Election",
     "Frozen",
+    "Guard",
     "InProgress",
     "InvalidKey",
     "KeyCollision",
@@ -63,10 +70,12 @@ __all__ = [
     "OutcomeUnknown",
     "Overdue",
     "Overloaded",
+    "Permit",
     "PoolTimeout",
     "RouterClosed",
     "RouterConfig",
     "RowLock",
+    "Semaphore",
     "ShardError",
     "ShardUnavailable",
     "Stale",
@@ -75,6 +84,7 @@ __all__ = [
     "TransactionLock",
     "WouldDeadlock",
     "load",
+    "optimistic",
 ]
 
 logging.getLogger("lockrouter").addHandler(logging.NullHandler())

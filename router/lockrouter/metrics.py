@@ -146,6 +146,8 @@ class Metrics:
         self.collisions = Counter(
             "lockrouter_slot_collisions", "Different keys that met at one row in a process", ("shard",), **common
         )
+        self.swept = Counter("lockrouter_swept", "Rows a sweeper deleted", ("shard", "what"), **common)
+        self.swept_at = Gauge("lockrouter_sweep_timestamp_seconds", "End of the last sweep", ("shard",), **one)
         self.segment_acquires = Counter("lockrouter_segment_acquires", "Row locks", ("segment",), **common)
         self.segment_wait = Counter("lockrouter_segment_wait_seconds", "Waiting", ("segment",), **common)
 

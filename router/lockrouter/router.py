@@ -22,6 +22,7 @@ from lockrouter.lockin import LockIn, lock_in
 from lockrouter.lockset import LockSet, lock_all, name_keys
 from lockrouter.pool import Exhausted, PoolClosed
 from lockrouter.protocol.effects import WAIT, Operation, drive
+from lockrouter.recipes.verbs import RecipeVerbs
 from lockrouter.rerun import run
 from lockrouter.routing import Address, encode
 from lockrouter.rowlock import RowLock
@@ -38,7 +39,7 @@ Result = TypeVar("Result")
 __all__ = ["LockRouter"]
 
 
-class LockRouter:
+class LockRouter(RecipeVerbs):
     """Locks keys on the rows of many MySQL databases, as one shard file maps them.
 
     Thread-safe; one per process. Built lazily: it may be made while a shard is down. After a fork the child owns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from lockrouter.cli import bench, cluster, demo, shards
+from lockrouter.cli import bench, cluster, demo, shards, sweep
 
 __all__ = ["app"]
 
@@ -21,5 +21,6 @@ app.command()(shards.seed)
 app.command()(shards.verify)
 app.command()(shards.route)
 app.command()(bench.bench)
+app.command()(sweep.sweep)
 app.command()(demo.demo)
 app.add_typer(cluster.app, name="cluster")

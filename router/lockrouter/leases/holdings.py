@@ -74,6 +74,14 @@ class Holdings:
             self.bury_entry(entry)
             self.left(entry)
 
+    def let_be(self, entry: Entry) -> LossReason | None:
+        """Hold a lease no more, without freeing its row: it ends by itself. Why it had been lost by then, or None."""
+        if self.loss_of(entry) is not None or not self.take_out(entry):
+            return entry.lost
+        entry.shard.stats.lease.released(now() - entry.granted_at)
+        self.left(entry)
+        return None
+
     def reap(self) -> None:
         """Give up what dropped handles held."""
         while self.orphans:

@@ -22,6 +22,7 @@ class Kind(enum.IntEnum):
     PERMIT = 4
     SWEEPER = 5
     MIGRATOR = 6
+    ONCE = 7
 
 
 class Verb(enum.IntEnum):

@@ -91,6 +91,7 @@ class Leases(Holdings):
         rule: ResolvedClass | None = None,
         address: Address | None = None,
         name: str | bytes | None = None,
+        make: type[Lease] = Lease,
     ) -> tuple[Lease | None, Take]:
         """Take a lease and return its handle, or None where it stayed held; and the request, which knows who holds it.
 
@@ -99,6 +100,7 @@ class Leases(Holdings):
         Args:
             kind: whose lease it is; see `Kind`.
             name: what the handle's `key` says; None: the key.
+            make: the class of the handle, for recipes that have one of their own.
             rule: the class of the key, for users' leases.
             address: where the row is to be, for leases that belong to a shard rather than to a key.
 
@@ -112,7 +114,7 @@ class Leases(Holdings):
         ask = Take(
             self, kind, key, where, ttl=ttl, deadline=deadline, payload=payload, keep_alive=keep_alive, rule=rule
         )
-        ask.handle = handle = Lease(self, key if name is None else name)
+        ask.handle = handle = make(self, key if name is None else name)
         stats, segment = self.shards[where.shard].stats.lease, self._core.segments[where.bucket]
         outcome = "error"
         try:
