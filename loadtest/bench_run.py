@@ -10,6 +10,7 @@ from datetime import date
 from pathlib import Path
 
 from bench_figures import figures
+from bench_lease import lease_contenders
 from bench_machine import machine
 from bench_mysql import CALLERS, hot_contenders, mysql_ways
 from bench_peers import peers
@@ -130,6 +131,7 @@ def _contend(cluster: Cluster, config: RouterConfig, plan: Plan, folder: Path, c
         several += [("redis-py Lock", "redis", str(server.port)) for server in redis.servers.values()]
         for name, kind, where in several:
             special.append(processes(name, _PROCESSES, kind, where, _CALLERS_EACH, stack))
+        special += lease_contenders(router, list(redis.servers.values()), stack)
         run.contend([*ways, *redis.ways], special, plan, console)
     return run
 

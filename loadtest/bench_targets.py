@@ -50,6 +50,9 @@ _RATIOS = (
     ("8 callers, against sysbench (C) with 8 threads", ("lockrouter", 8), ("sysbench (C)", 8), 0.75),
     ("8 callers, against PyMySQL's cursor path", ("lockrouter", 8), ("PyMySQL cursor", 8), 2.0),
     ("8 callers, against redis-py Lock", ("lockrouter", 8), ("redis-py Lock", 8), 5.0),
+    ("leases, 256 callers, against redis-py Lock", ("lease", 256), ("redis-py Lock", 256), 5.0),
+    ("leases, 256 callers, against a statement each", ("lease", 256), ("lease, a statement each", 256), 3.0),
+    ("lease, 1 caller, against a statement each", ("lease", 1), ("lease, a statement each", 1), 0.95),
     ("one hot key, against no hand-over", ("one hot key", 64), ("one hot key, no hand-over", 64), 5.0),
 )
 
