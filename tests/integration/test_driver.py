@@ -146,6 +146,7 @@ def test_tls_is_verified_and_never_given_up(secure: Routers, tmp_path: Path) -> 
         eventually(lambda: router.health()["shard-0"]["state"] == "refused")  # noqa: B023 - called now
 
 
+@pytest.mark.slow
 def test_a_server_without_tls_is_refused_where_tls_was_asked_for(
     vendor: Vendor, tmp_path: Path, certificates: dict[str, Path], driver: bool
 ) -> None:

@@ -333,7 +333,15 @@ assert threading.active_count() == 1
 """
 
 
-@pytest.mark.parametrize("ending", ["raise", "exit", "_exit", "kill", "abort", "exec", "thread"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "raise",
+        "kill",
+        "thread",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("exit", "_exit", "abort", "exec")),
+    ],
+)
 def test_a_child_may_end_in_any_way(cluster: Cluster, router: LockRouter, ending: str) -> None:
     run_script(ENDINGS, cluster, ending, *keys_on(router, 0, 2, prefix="ending"), flags=("-W", "ignore"))
 
