@@ -259,6 +259,7 @@ def test_a_connection_with_an_unread_reply_carries_nothing_more(
         router.lease(key, ttl=2, timeout=0.3)
     eventually(lambda: silent.state is State.DEAD)  # the background has waited for that reply, and given it up
     proxy.accept()
+    eventually(lambda: router.health()[NAME]["state"] == "ok")  # its writes had been silenced, too
     router.lease(key, ttl=2, timeout=20).release()
     assert store.session is not None
     assert store.session.connection_id != before
