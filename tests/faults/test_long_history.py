@@ -106,9 +106,12 @@ def test_the_checker_catches_a_store_that_does_not_ask_for_the_owner(
     arguments = [str(cluster.shards_file), str(tmp_path)]
     with Workers("tests.support.lease_worker", arguments, 4) as fleet:
         fleet.go()
-        for index in range(4):
+        # Who wakes up after its ttl frees what is somebody else's by now; whether that one is met is a matter of luck.
+        for turn in range(20):
             time.sleep(0.3)
-            fleet.freeze(index, 3.5)
+            fleet.freeze(turn % 4, 3.5)
+            if judge(read(tmp_path)).violations:
+                break
         fleet.finish()
     report = judge(read(tmp_path))
     print(f"\n{cluster.vendor}: {report}", *report.violations[:3], sep="\n")
