@@ -32,7 +32,7 @@ from lockrouter.testing.shardfiles import Scalar
 
 __all__ = ["Plan", "Run", "measure", "measure_others"]
 
-_CURVE, _QUICK_CURVE = (2, 4, 16, 32, 64), (2, 64)
+_CURVE, _QUICK_CURVE = (2, 4, 16, 32, 64), (64,)
 """Callers, beside those of the table."""
 _PROCESSES, _CALLERS_EACH = 2, 8
 _TOPOLOGY: dict[str, Scalar] = {"name": "bench", "buckets": 64, "rows_per_bucket": 256}
