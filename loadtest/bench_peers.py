@@ -23,6 +23,8 @@ from lockrouter.testing.binaries import ProgramError
 __all__ = ["Peers", "peers", "redis_client"]
 
 _TTL = 10
+_CONNECTIONS = 512
+"""More than any contender has callers: none waits for a connection."""
 Keys = Sequence[Sequence[str]]
 Maker = Callable[[int, Keys, ExitStack], list[Cycle]]
 
@@ -77,7 +79,7 @@ def peers(stack: ExitStack, folder: Path, *, others: bool, only: str | None = No
 def redis_client(port: int, stack: ExitStack) -> Any:
     """A client of that local Redis, with a pool of connections."""
     redis: Any = importlib.import_module("redis")
-    client = redis.Redis(host="127.0.0.1", port=port)
+    client = redis.Redis(host="127.0.0.1", port=port, max_connections=_CONNECTIONS)
     stack.callback(client.close)
     return client
 
