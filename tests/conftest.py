@@ -73,3 +73,11 @@ def other(routers: Routers) -> LockRouter:
 def server(routers: Routers) -> Observer:
     """The server of shard-0."""
     return routers.observers[0]
+
+
+@pytest.fixture
+def no_leases(routers: Routers) -> None:
+    """The lease tables are empty when the test begins, whatever other tests have left to expire."""
+    for server in routers.observers:
+        for (table,) in server.ask("SHOW TABLES LIKE 'lease%'"):
+            server.ask(f"DELETE FROM {table}")

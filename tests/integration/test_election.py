@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,27 +12,7 @@ from lockrouter.testing.cluster import Cluster
 from tests.support.observe import Observer, Routers, eventually, in_thread, keys_on
 from tests.support.proxy import Proxy
 
-pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def routers(cluster: Cluster) -> Iterator[Routers]:
-    kept = Routers(cluster)
-    for server in kept.observers:
-        for (table,) in server.ask("SHOW TABLES LIKE 'lease%'"):
-            server.ask(f"DELETE FROM {table}")
-    yield kept
-    kept.finish()
-
-
-@pytest.fixture
-def server(routers: Routers) -> Observer:
-    return routers.observers[0]
-
-
-@pytest.fixture
-def router(routers: Routers) -> LockRouter:
-    return routers.make()
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("no_leases")]
 
 
 @pytest.fixture

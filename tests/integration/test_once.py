@@ -76,16 +76,6 @@ def clear(servers: list[Observer]) -> None:
 
 
 @pytest.fixture
-def server(routers: Routers) -> Observer:
-    return routers.observers[0]
-
-
-@pytest.fixture
-def router(routers: Routers) -> LockRouter:
-    return routers.make()
-
-
-@pytest.fixture
 def key(router: LockRouter) -> str:
     return keys_on(router, 0, prefix="once")[0]
 

@@ -6,32 +6,15 @@ import functools
 import gc
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from lockrouter import InvalidKey, LockLost, LockRouter, LockTimeout, NotHeld, Permit, ShardUnavailable
 from lockrouter.recipes.line import PLACE_TTL
-from lockrouter.testing.cluster import Cluster
 from tests.support.observe import Routers, eventually, in_thread, keys_on
 from tests.support.proxy import Proxy
 
-pytestmark = pytest.mark.server
-
-
-@pytest.fixture
-def routers(cluster: Cluster) -> Iterator[Routers]:
-    kept = Routers(cluster)
-    for server in kept.observers:
-        for (table,) in server.ask("SHOW TABLES LIKE 'lease%'"):
-            server.ask(f"DELETE FROM {table}")
-    yield kept
-    kept.finish()
-
-
-@pytest.fixture
-def router(routers: Routers) -> LockRouter:
-    return routers.make()
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("no_leases")]
 
 
 @pytest.fixture
