@@ -85,6 +85,7 @@ _READ_ONLY_CODES = frozenset({1290, 1792, 1836, 1874, 3100})
 _DENIED_CODES = frozenset({1044, 1045, 1142, 1143, 1227, 1698})
 _MISSING_CODES = frozenset({1049, 1146})
 _REPEAT_CODES = frozenset({1020, 1213, 1317})
+_UNPREPARED_CODES = frozenset({1210, 1243, 1615})
 _CROWDED_CODES = frozenset({1040, 1203, 1226})
 
 
@@ -671,6 +672,10 @@ def _judge_error(ask: Ask, session: Session, error: Err) -> Unlocked | ShardErro
     if error.code == 1205:
         return Unlocked.STALLED
     if error.code in _REPEAT_CODES:
+        return Unlocked.REPEAT
+    if error.code in _UNPREPARED_CODES and session.prepared:
+        session.prepared.clear()  # the server has forgotten them: from now on this session sends the text
+        session.may_prepare = False
         return Unlocked.REPEAT
     if error.code in _GONE_CODES:
         raise Gone(f"({error.code}) {error.message}", answered=True)

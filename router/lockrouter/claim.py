@@ -92,8 +92,7 @@ class Claim:
             record(hold)
         for raw in self._named:
             hold = self.hold_of(raw)
-            if raw not in hold.keys:
-                self.core.gates.add_key(hold, raw)
+            if self.core.gates.add_key(hold, raw):
                 self._held.append((hold, raw))
 
     def _forsake(self, asks: list[Ask]) -> None:

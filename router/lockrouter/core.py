@@ -23,7 +23,6 @@ from lockrouter.protocol.packets import IN_TRANSACTION, Rows, is_off
 from lockrouter.routing import Routing, fingerprint, key_hash
 from lockrouter.session import Gone, Session, Silent, State
 from lockrouter.shard import Shard
-from lockrouter.sql.statements import CHECK
 from lockrouter.watcher import Task, Watcher
 
 if TYPE_CHECKING:
@@ -217,7 +216,8 @@ class Core:
             raise
 
     def let_go(self, hold: Hold, handle: Handle) -> bool:
-        """Release the usual hold: of one row through one session, one handle, nobody behind it, not known to be lost.
+        """Release the usual hold: of one row through one session, one handle, not known to be lost; with nobody behind
+        it, or with somebody who may have the row without the server.
 
         False: it is not that, and nothing is done. Raises: an interrupt only.
         """
@@ -238,16 +238,18 @@ class Core:
         slot = hold.slot
         self.affinity[slot] = session
         try:
-            if not self.gates.release(hold, handle):
-                self.affinity.pop(slot, None)
-                return False
-            with session.mutex:
-                if session.hold is hold and session.state is _HOLDING:
-                    session.last_slots = (slot,)
-                    session.send_rollback(self._settled, at)
             shard: Shard = hold.shard
-            shard.pool.give_back(session, hold.lease)
-            shard.stats.row.released(at - hold.granted_at)
+            if self.gates.release(hold, handle):
+                with session.mutex:
+                    if session.hold is hold and session.state is _HOLDING:
+                        session.last_slots = (slot,)
+                        session.send_rollback(self._settled, at)
+                shard.pool.give_back(session, hold.lease)
+            else:
+                self.affinity.pop(slot, None)
+                if not self._hand_over(hold, session, at, handle):
+                    return False
+            shard.stats.row.left.append(at - hold.granted_at)
         except BaseException:
             if not handle.attached:
                 self.unfinished.append(hold)
@@ -268,14 +270,15 @@ class Core:
         if hold.party is not None:
             self._roll_back(hold.party.holds, hold.party, hold.session, shard)
             return
-        if self.gates.has_heir(hold) and self._hand_over(hold, hold.session):
+        if self.gates.has_heir(hold) and self._hand_over(hold, hold.session, now()):
             return
         self._roll_back((hold,), hold, hold.session, shard)
 
-    def _hand_over(self, hold: Hold, session: Session) -> bool:
-        """Pass the row to the next local waiter, where the server can be shown to still have it for this session."""
+    def _hand_over(self, hold: Hold, session: Session, at: float, handle: Handle | None = None) -> bool:
+        """Pass the row to the next local waiter, where the server can be shown to still have it for this session; the
+        handle, where there is one, is released in the same step. `at` is now.
+        """
         options = self.config.router
-        at = now()
         if hold.passes >= options.handover_limit or at - hold.row_at >= options.handover_time:
             return False
         if at > session.safe_from + options.ghost_timeout - 1.5:
@@ -283,7 +286,7 @@ class Core:
         with session.mutex:
             if session.state is not _HOLDING or session.unread or session.wire.readable():
                 return False
-            return self.gates.hand_over(hold)
+            return self.gates.hand_over(hold, handle)
 
     def _roll_back(self, holds: Sequence[Hold], anchor: Hold | Party, session: Session, shard: Shard) -> None:
         """Free all rows of a session, then leave their gates, latest first."""
@@ -370,7 +373,7 @@ class Core:
             if session.hold is not (hold.party or hold) or session.state is not _HOLDING:
                 return LossReason.CLOSED, 0
             try:
-                reply = drive(session.exchange(CHECK, now() + self.config.pool.connect_timeout))
+                reply = drive(session.exchange(session.dialect.check(), now() + self.config.pool.connect_timeout))
             except Gone:
                 return session.end, 0
             except Silent:
@@ -444,6 +447,8 @@ class Core:
         """Twenty times a second: find held sessions that ended, ping those that are due, release what was dropped."""
         while True:
             self.reap()
+            for shard in self.shards.values():
+                shard.stats.settle()
             self._look_at_limits()
             held = [
                 session

@@ -20,6 +20,7 @@ import enum
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from functools import cached_property
 from typing import Any, Protocol
 
 from lockrouter.deadline import now
@@ -54,7 +55,9 @@ class Hold:
 
     # Defaults of the class, not slots: what most locks never set costs them nothing.
     count = 1
-    shared = False
+    owner: Hashable = None
+    lease = passes = 0
+    degraded = shared = False
     party: Party | None = None
     lost: LossReason | None = None
     # The class's limit in seconds, whether passing it ends the session, and what was said of it so far.
@@ -83,17 +86,25 @@ class Hold:
         self.slot = slot
         self.key = key
         self.thing = thing
-        self.owner = owner
         self.shard = shard
         self.session = session
-        self.lease = session.lease if session is not None else 0
-        self.degraded = session is None
         self.base = base
-        self.passes = passes
-        self.granted_at = now() if at is None else at
-        self.row_at = self.granted_at if row_at is None else row_at
-        # Per key: how many handles are open, and their token.
-        self.keys: dict[bytes, list[int]] = {key: [1, base + passes]}
+        self.granted_at = self.row_at = now() if at is None else at
+        if session is not None:
+            self.lease = session.lease
+        else:
+            self.degraded = True
+        if owner is not None:
+            self.owner = owner
+        if row_at is not None:
+            self.row_at, self.passes = row_at, passes
+
+    @cached_property
+    def keys(self) -> dict[bytes, list[int]]:
+        """Per key: how many handles are open, and their token. Made when more than the first is asked for, under the
+        gates' mutex and before anything is counted.
+        """
+        return {self.key: [self.count, self.base + self.passes]}
 
     @property
     def local(self) -> bool:
@@ -432,8 +443,8 @@ class Gates:
                     raise NotHeld("the lock was released before")
                 # No call stands between the two: an interrupt finds both done, or neither.
                 handle.attached = False
-            hold.count -= 1
             counted = hold.keys[key]
+            hold.count -= 1
             counted[0] -= 1
             if not counted[0]:
                 del hold.keys[key]
@@ -455,10 +466,13 @@ class Gates:
             del self._gates[hold.slot]
             return True
 
-    def add_key(self, hold: Hold, key: bytes) -> None:
-        """Count one more handle of a hold, for a key of its row."""
+    def add_key(self, hold: Hold, key: bytes) -> bool:
+        """Count one handle of a hold for a key of its row; False: it has one."""
         with self._lock:
+            if key in hold.keys:
+                return False
             self._count_in(hold, key)
+            return True
 
     def holds_all(self, requests: Iterable[Request]) -> bool:
         """True when every request is for a row that is its caller's own already."""
@@ -475,9 +489,9 @@ class Gates:
         with self._lock:
             if not hold.count or hold.session is not None or hold.lost is not None or real.lost is not None:
                 return False
-            hold.shard, hold.lease, hold.base, hold.passes = real.shard, real.lease, real.base, 0
             for counted in hold.keys.values():
                 counted[1] = real.base
+            hold.shard, hold.lease, hold.base, hold.passes = real.shard, real.lease, real.base, 0
             party.holds.append(hold)
             hold.party = party
             party.session.hold = party
@@ -486,28 +500,36 @@ class Gates:
 
     def token_of(self, hold: Hold, key: bytes) -> int:
         """The token of a key that is held through this hold."""
-        return hold.keys[key][1]
+        with self._lock:
+            return hold.keys[key][1]
 
     def rebase(self, hold: Hold, key: bytes, base: int) -> None:
         """The server's clock was read again under the hold: `key` has that token now, and passes count from there."""
         with self._lock:
+            counted = hold.keys[key]
             hold.base, hold.passes = base, 0
-            hold.keys[key][1] = base
+            counted[1] = base
 
     def has_heir(self, hold: Hold) -> bool:
         """A hint: somebody who could receive the row waits. Only `hand_over` decides."""
         gate = self._gates.get(hold.slot)
         return gate is not None and bool(gate.queue)
 
-    def hand_over(self, hold: Hold) -> bool:
+    def hand_over(self, hold: Hold, handle: Handle | None = None) -> bool:
         """Make the head of the queue the holder through the same session, one pass on; False: nobody may receive it.
 
-        The caller holds the session's mutex and has found its socket clean, its time and its passes left.
+        The caller holds the session's mutex and has found its socket clean, its time and its passes left. The handle,
+        where it is given, is the only one of the hold, and is closed in the same step.
         """
         with self._lock:
-            gate = self._gates[hold.slot]
-            if gate.holder is not hold or not gate.queue or not gate.queue[0].may_receive or hold.lost is not None:
+            gate = self._gates.get(hold.slot)
+            if gate is None or gate.holder is not hold or not gate.queue or not gate.queue[0].may_receive:
                 return False
+            if hold.lost is not None or (handle is not None and (hold.count != 1 or not handle.attached)):
+                return False
+            if handle is not None:
+                handle.attached = False
+                hold.count = 0
             heir = gate.queue.popleft()
             self._forget_waiting(heir)
             heir.hold = gate.holder = Hold(

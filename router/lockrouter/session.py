@@ -31,14 +31,17 @@ from lockrouter.protocol.packets import (
     Err,
     Grants,
     Ok,
+    Prepared,
     ProtocolViolation,
     Reply,
     ReplyReader,
     Rows,
+    execution,
     is_off,
+    prepare,
 )
 from lockrouter.protocol.wire import Wire
-from lockrouter.sql.statements import CHECK, Dialect, dialect_of
+from lockrouter.sql.statements import Dialect, dialect_of
 
 if TYPE_CHECKING:
     from lockrouter.config import Endpoint
@@ -136,10 +139,12 @@ class Session:
 
     __slots__ = (
         "_on_settled",
+        "_read",
         "_reader",
         "_steady",
         "answered_at",
         "borrower",
+        "bound",
         "connection_id",
         "dialect",
         "end",
@@ -150,8 +155,10 @@ class Session:
         "interrupted",
         "last_slots",
         "lease",
+        "may_prepare",
         "mutex",
         "ping_sent_at",
+        "prepared",
         "safe_from",
         "sent_at",
         "state",
@@ -190,6 +197,14 @@ class Session:
         # True while a session that holds rows waits for one more.
         self.waiting = False
         self.unread = 0
+        # By table: the packet that executes its prepared locking statement, up to the slot; None: it was refused.
+        # They are bounded by a setting of the session, which has this value, in milliseconds; 0: none yet.
+        self.prepared: dict[int, bytes | None] = {}
+        self.bound = 0
+        # False where the server has prepared much already, for whomever, or cannot be asked to.
+        self.may_prepare = False
+        # Takes the next reply that is not one of the unread ones from what was received.
+        self._read: Callable[[], Any] = self._reader.next
         self.fresh = True
         self.answered_at = self.safe_from = self.sent_at = now()
         self.ping_sent_at: float | None = None
@@ -220,7 +235,9 @@ class Session:
                 least = _OK_SIZE + 1 if self.unread == 1 else 1
                 self._feed((yield (TALK, self.wire, (packet, until, least))))
             while True:
-                reply = (self._reader.next_ok() if self.unread else None) or self._reader.next()
+                reply: Reply | None = self._reader.next_ok() if self.unread else None
+                if reply is None:
+                    reply = self._reader.next() if self.unread else self._read()
                 if reply is None:
                     self._feed((yield (RECEIVE, self.wire, until)))
                 elif self.unread:
@@ -228,6 +245,7 @@ class Session:
                 else:
                     break
             answered = True
+            self._read = self._reader.next
             if type(reply) is Err and reply.unsolicited:
                 raise Gone(f"({reply.code}) {reply.message}")
             if not more and not self._reader.empty:
@@ -248,7 +266,7 @@ class Session:
     def talk_now(self, packet: bytes, until: float, at: float) -> bytes:
         """The quick form of `exchange`, blocking: what came first, of replies that were left unread, too.
 
-        It is for `accept`, when it is all of them, or else for `keep`; nothing, where a part had come before.
+        It is for `grant`, when it is all of them, or else for `keep`; nothing, where a part had come before.
         Afterwards the state is BUSY, or, after an error, DEAD.
 
         Raises:
@@ -258,7 +276,7 @@ class Session:
         self.state = _BUSY
         self.sent_at = at
         try:
-            data = self.wire.talk(packet, until, _OK_SIZE + 1 if self.unread == 1 else 1, at)
+            data = self.wire.talk(packet, until, self.unread * _OK_SIZE + 1, at)
             if not data:
                 if now() > until:
                     raise TimeoutError("no reply")  # ended by the background, where signals kept the wait alive
@@ -277,8 +295,13 @@ class Session:
             self.die()
             raise
 
-    def accept(self, sent_at: float, answered_at: float) -> None:
-        """Take what `talk_now` returned for the whole reply to a command sent at `sent_at`, behind all unread ones."""
+    def grant(self, hold: Any, sent_at: float, answered_at: float) -> None:
+        """`occupy` for `hold`, of what `talk_now` returned: the whole reply to a command sent at `sent_at`, behind all
+        unread ones.
+
+        Raises:
+            Gone: as `occupy`.
+        """
         if self.unread:
             self.unread = 0
             settled, self._on_settled = self._on_settled, None
@@ -286,10 +309,18 @@ class Session:
                 settled(self)
         self.safe_from = sent_at
         self.answered_at = answered_at
+        with self.mutex:
+            if not self.interrupted:
+                self.state = _HOLDING
+                self.hold = hold
+                return
+        self.occupy(hold)
 
-    def keep(self, data: bytes) -> None:
+    def keep(self, data: bytes, executed: bool) -> None:
         """Leave what `talk_now` returned to an `exchange` of nothing."""
         self._reader.feed(data)
+        if executed:
+            self._read = self._reader.next_executed
 
     @property
     def proven(self) -> bool:
@@ -346,6 +377,18 @@ class Session:
         self.safe_from = now() if at is None else at
         return True
 
+    def prepare(self, table: int, until: float) -> Operation[None]:
+        """Have the server prepare a table's locking statement for this connection; afterwards `prepared` says so.
+
+        For a session that has locked a row of the table just now: no metadata lock can be in the way then.
+
+        Raises:
+            Silent, Gone: as `exchange`.
+        """
+        self._read = self._reader.next_prepared
+        answer: object = yield from self.exchange(prepare(self.dialect.prepared_lock(table)), until)
+        self.prepared[table] = execution(answer.statement) if isinstance(answer, Prepared) else None
+
     def rollback(self, until: float) -> Operation[None]:
         """End the transaction and wait for the server's word; afterwards the session is idle or dead."""
         reply = yield from self.exchange(ROLLBACK, until)
@@ -371,7 +414,7 @@ class Session:
         when the ROLLBACK behind the question came.
         """
         self.hold = None
-        reply = yield from self.exchange(CHECK + ROLLBACK, until, more=True)
+        reply = yield from self.exchange(self.dialect.check() + ROLLBACK, until, more=True)
         alive = isinstance(reply, Rows) and bool(reply.status & IN_TRANSACTION) and is_off(reply.rows[0][1])
         reply = yield from self.exchange(b"", until)
         self.state = _IDLE

@@ -147,7 +147,8 @@ class Shard:
         """Open a session for row locks and learn which server, since when, it leads to."""
         seconds = min(self.config.pool.connect_timeout, until - now())
         session = yield from self._open(self.endpoint, seconds, control=False)
-        yield from self._recognise(session, seconds)
+        yield from self._identify(session, seconds)
+        session.send_rollback()
         return session
 
     def _open_for_transactions(self, until: float) -> Operation[Session]:
@@ -156,7 +157,8 @@ class Shard:
         session = yield from open_lent(
             self.endpoint, seconds, self._tls, self.config.transaction, self._answers, self._ask_about
         )
-        yield from self._recognise(session, seconds)
+        yield from self._identify(session, seconds)
+        session.send_rollback()
         if self.engine is None and self.prepare is not None:
             prepare = self.prepare
             yield from session.rollback(now() + max(seconds, 0.05))
@@ -181,19 +183,14 @@ class Shard:
         yield from set_up(session, LEASE_SESSION, now() + seconds)
         return session
 
-    def _recognise(self, session: Session, seconds: float) -> Operation[None]:
-        """Learn which server a session for rows leads to."""
-        yield from self._identify(session, seconds)
-        # Nothing was locked; the transaction that the reading opened ends with the first ROLLBACK.
-        session.send_rollback()
-
     def _identify(self, session: Session, seconds: float) -> Operation[None]:
+        """Learn which server a session leads to; it is in a transaction afterwards, which has locked nothing."""
         try:
             row = single_row((yield from session.exchange(session.dialect.whoami(), now() + max(seconds, 0.05))))
         except BaseException:
             session.die()
             raise
-        connection_id, identity, started, protocol, found = (field or b"" for field in row)
+        connection_id, identity, started, protocol, found, prepares = (field or b"" for field in row)
         try:
             numbers, started_at = (int(connection_id), int(protocol)), started_us(started)
         except ValueError:
@@ -206,6 +203,7 @@ class Shard:
             session.die()
             raise TopologyMismatch("the database was seeded for another topology", shard=self.id)
         session.incarnation = (identity, started_at)
+        session.may_prepare = prepares == b"1" and session.wire.prepares
 
     # -- state --------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,10 @@ from typing import Any, Self
 
 from lockrouter.testing.server import free_port
 
-__all__ = ["Cut", "Proxy", "Rule", "Way", "dead_port"]
+__all__ = ["EXECUTES", "Cut", "Proxy", "Rule", "Way", "dead_port"]
+
+EXECUTES = b"\x12\x00\x00\x00\x17"
+"""How the packet of a prepared locking statement begins."""
 
 _RST = struct.pack("ii", 1, 0)
 _REMEMBER = 20_000
