@@ -258,6 +258,7 @@ class Shard:
         here = rights.incarnation[0]
         if here != self._primary:
             self._primary, self._moved_at = here, now()
+            self.pool.purge(here)
         if now() - self._moved_at < _SETTLES:
             # Another server's locks exclude nobody any more, whatever that one says of itself. Again for a while: a
             # grant of the last moment may just be on its way to its caller.
