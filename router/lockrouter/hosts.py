@@ -75,10 +75,10 @@ class Hosts:
                 try:
                     reading = yield from self._ask(endpoint)
                 except (Gone, Silent, Answered) as error:
-                    self.note(endpoint, failure=error)
+                    self._heard(endpoint, None, error)
                     pause = max(pause, breaker.probe_after)
                 else:
-                    self.note(endpoint, reading)
+                    self._heard(endpoint, reading, None)
             yield (SLEEP, now() + jittered(pause, spread=0.1), None)
 
     def _ask(self, endpoint: Endpoint) -> Operation[Reading]:
@@ -115,6 +115,10 @@ class Hosts:
             session.close()
 
     # -- what was said ------------------------------------------------------------------------------------------
+
+    def _heard(self, endpoint: Endpoint, reading: Reading | None, failure: Failure | None) -> None:
+        if self.used != endpoint:  # of the host that came into use meanwhile the control session knows more
+            self.note(endpoint, reading, failure)
 
     def note(self, endpoint: Endpoint, reading: Reading | None = None, failure: Failure | None = None) -> None:
         """Remember what a host said, or that it said nothing, and act on it."""

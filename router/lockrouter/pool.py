@@ -55,6 +55,11 @@ class Pool:
         self._closed = False
         self.sessions: set[Session] = set()
 
+    @property
+    def closed(self) -> bool:
+        """True once it gives out nothing any more."""
+        return self._closed
+
     def check_out(
         self,
         until: float,

@@ -15,7 +15,7 @@ from lockrouter.deadline import now
 from lockrouter.errors import LossReason, ShardError, ShardUnavailable, TopologyMismatch
 from lockrouter.lent import LentSession, open_lent
 from lockrouter.metrics import ShardStats
-from lockrouter.pool import Pool
+from lockrouter.pool import Pool, PoolClosed
 from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation, Waiter
 from lockrouter.protocol.packets import PING, Grants
 from lockrouter.reading import started_us
@@ -191,13 +191,15 @@ class Shard:
             ShardError: none is, or none was found in time.
         """
         while len(self.endpoints) > 1 and self.rights is None:
+            if self.pool.closed:
+                raise PoolClosed
             waiter = self.watch_for_change()
             try:
                 if self.rights is None:
                     error = self.refusal_error()
                     if error is not None or not self.breaker.closed or now() >= until:
                         raise error or self.unready_error()
-                    yield (WAIT, waiter, until)
+                    yield (WAIT, waiter, min(until, now() + self.config.router.role_check))
             finally:
                 self.unwatch(waiter)
 

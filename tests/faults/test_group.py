@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -17,8 +16,7 @@ from lockrouter.errors import ShardError
 from lockrouter.tokens import parts
 from tests.support.observe import eventually, in_thread
 from tests.support.replicated import Group, network
-from tests.support.switch_worker import Interval, overlaps, unordered
-from tests.support.workers import Workers
+from tests.support.switch_worker import counted_through
 
 pytestmark = pytest.mark.server
 
@@ -264,30 +262,20 @@ def test_planned_switchover_after_drain_never_two_holders_and_leases_are_kept(pl
     """API section 0, row "planned switchover after `lockrouter drain`": several processes count under the lock."""
     router = plain.router()
     leases = [router.lease(f"lease:{number}", ttl=30, timeout=10) for number in range(5)]
+    term = parts(leases[0].token)[0]
     primary = plain.primary()
     assert primary is not None
-    with Workers("tests.support.switch_worker", [str(plain.file), str(tmp_path), "3"], 3) as workers:
-        workers.go()
-        counters = [tmp_path / f"switch:{number}" for number in range(3)]
-        eventually(lambda: all(counter.exists() for counter in counters), 20.0)
+
+    def switchover() -> None:
         report = drain(plain.config, plain.admin, NAME)
+        assert report.still_held == ()
         drained = time.monotonic()
         plain.switch((primary + 1) % 3)
-        eventually(lambda: router.health()[NAME]["state"] == "ok", 20.0)
-        print(
-            f"switchover: granting again {time.monotonic() - drained:.2f} s after the drain, which took "
-            f"{report.seconds:.2f} s"
-        )
-        seen = [counter.read_text() for counter in counters]
-        eventually(lambda: all(counter.read_text() not in ("", old) for counter, old in zip(counters, seen)), 20.0)  # noqa: B905
-        said = workers.finish()
-    done: list[Interval] = [tuple(each) for line in said for each in json.loads(line)]
-    assert report.still_held == ()
-    assert overlaps(done) == []
-    assert unordered(done) == []
-    assert {parts(token)[0] for *_, token in done} == {parts(leases[0].token)[0], parts(leases[0].token)[0] + 1}
-    for number, counter in enumerate(counters):
-        assert int(counter.read_text()) == sum(key == f"switch:{number}" for key, *_ in done)
+        eventually(lambda: router.health()[NAME]["term"] == term + 1, 20.0)
+        print(f"switchover: drained in {report.seconds:.2f} s, granting again {time.monotonic() - drained:.2f} s later")
+
+    done = counted_through(plain.file, tmp_path, switchover)
+    assert {parts(token)[0] for *_, token in done} == {term, term + 1}
     for lease in leases:
         lease.check()
         lease.release()

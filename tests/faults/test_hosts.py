@@ -5,16 +5,29 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from lockrouter import LockLost, LockRouter, LockTimeout, LossReason, NoToken, RowLock, ShardUnavailable
+from lockrouter import (
+    Lease,
+    LockLost,
+    LockRouter,
+    LockTimeout,
+    LossReason,
+    NoToken,
+    RowLock,
+    ShardError,
+    ShardUnavailable,
+)
+from lockrouter.admin.drain import drain, undo
 from lockrouter.breaker import BreakerState
 from lockrouter.testing.binaries import Vendor
 from lockrouter.tokens import parts
 from tests.support.observe import elapsed, eventually, in_thread
 from tests.support.proxy import Cut
 from tests.support.replicated import Replicas
+from tests.support.switch_worker import counted_through
 
 pytestmark = pytest.mark.server
 
@@ -106,6 +119,126 @@ def test_a_demoted_host_is_left_at_once_and_the_new_primary_found(pair: Replicas
     assert not lease.lost
     lease.release()
     assert len(told) == 1
+
+
+def test_planned_switchover_after_drain_never_two_holders_and_leases_are_kept(pair: Replicas, tmp_path: Path) -> None:
+    """API section 0, row "planned switchover after `lockrouter drain`": several processes count under the lock."""
+    router = pair.router()
+    lease = router.lease("lease", ttl=30, timeout=10)
+    term = term_of(router)
+
+    def switchover() -> None:
+        report = drain(pair.config, pair.admin, NAME)
+        assert report.still_held == ()
+        drained = time.monotonic()
+        pair.demote()
+        pair.promote()
+        eventually(lambda: router.health()[NAME]["term"] == term + 1, 20.0)
+        print(f"switchover: drained in {report.seconds:.2f} s, granting again {time.monotonic() - drained:.2f} s later")
+
+    done = counted_through(pair.file, tmp_path, switchover)
+    assert {parts(token)[0] for *_, token in done} == {term, term + 1}
+    lease.check()
+    lease.release()
+    assert undo(pair.config, pair.admin, NAME)
+
+
+def test_planned_switchover_after_drain_row_lock_of_who_stays_is_lost_and_told(pair: Replicas) -> None:
+    """API section 0, the same row: a holder that did not let go, where the operator went on all the same."""
+    router = pair.router(router=QUICK)
+    held = router.lock("key", timeout=5)
+    assert drain(pair.config, pair.admin, NAME, timeout=4).still_held
+    began = time.monotonic()
+    told: list[float] = []
+    held.on_lost(lambda _: told.append(time.monotonic()))
+    pair.demote()
+    eventually(lambda: told)
+    assert told[0] - began < 0.2 * 1.1 + 0.5 + CONNECT
+    pair.promote()
+    lost(held)
+    assert eventually(lambda: _maybe(router)) > held.token
+
+
+def test_unplanned_failover_asynchronous_lease_two_until_the_next_renewal_and_the_token_orders_them(
+    pair: Replicas,
+) -> None:
+    """API section 0, column "lease, asynchronous replication": what the replica had not got is lost."""
+    router, other = pair.router(router=QUICK), pair.router(router=QUICK)
+    kept = router.lease("kept", ttl=6, timeout=5)
+    assert pair.caught_up()
+    pair.stop_following(1)
+    reasons: list[LossReason] = []
+    first = router.lease("unseen", ttl=6, timeout=5)
+    first.on_lost(reasons.append)
+    pair.members[0].kill()
+    pair.members[1].sql("SET GLOBAL read_only = 0")
+    second = eventually(lambda: _lease(other, "unseen"), 10.0)
+    assert second.token > first.token
+    eventually(lambda: reasons, 6 / 3 + 2.0)
+    assert reasons[0] in (LossReason.STOLEN, LossReason.EXPIRED)
+    kept.check()
+    second.check()
+    assert not kept.lost
+    with pytest.raises(LockLost):
+        first.release()
+    second.release()
+    kept.release()
+
+
+def _lease(router: LockRouter, key: str) -> Lease | None:
+    try:
+        return router.lease(key, ttl=6, timeout=1.0)
+    except (ShardError, LockTimeout):
+        return None
+
+
+def test_unplanned_failover_row_lock_lossless_semi_sync_without_its_replica_grants_nothing_after_the_window(
+    pair: Replicas,
+) -> None:
+    """API section 0: an old server that can no longer commit; the replica has left, and may be primary elsewhere."""
+    source = "rpl_semi_sync_source" if pair.vendor is Vendor.MYSQL else "rpl_semi_sync_master"
+    pair.semi_sync()
+    router = pair.router(hosts=[0], router={**QUICK, "grant_window": 2.0})
+    tokens = [take(router)]
+    reasons: list[LossReason] = []
+    held = router.lock("held", timeout=5)
+    held.on_lost(reasons.append)
+    pair.stop_following(1)
+    began = time.monotonic()
+    last = began
+    while not reasons and time.monotonic() < began + 10.0:
+        token = _maybe(router)
+        if token is not None:
+            tokens.append(token)
+            last = time.monotonic()
+    print(f"semi-sync: told after {time.monotonic() - began:.2f} s, last grant after {last - began:.2f} s")
+    assert reasons == [LossReason.DEMOTED]
+    assert last - began < 2.0 + 0.5
+    assert _maybe(router) is None
+    lost(held)
+    pair.members[0].sql(f"SET GLOBAL {source}_enabled = 0")
+    assert eventually(lambda: _maybe(router)) > max(tokens)
+
+
+def test_server_restarts_row_lock_is_lost_and_told_and_leases_are_kept(pair: Replicas) -> None:
+    """API section 0, row "server restarts": the replica is there all the time, and is no primary for that."""
+    router = pair.router(router=QUICK)
+    held = router.lock("key", timeout=5)
+    lease = router.lease("lease", ttl=30, timeout=5)
+    told: list[LossReason] = []
+    held.on_lost(told.append)
+    pair.members[0].kill()
+    eventually(lambda: told, 1.0)
+    lost(held)
+    with pytest.raises(ShardUnavailable):
+        router.lock("key", timeout=1.0)
+    pair.members[0].start()
+    token = eventually(lambda: _maybe(router), 15.0)
+    assert token > held.token
+    assert parts(token)[0] == parts(held.token)[0]
+    lease.check()
+    assert not lease.lost
+    lease.release()
 
 
 def test_a_waiter_on_the_old_primary_goes_on_at_the_new_one(pair: Replicas) -> None:

@@ -240,6 +240,25 @@ class Replicas(Replicated):
             )
         )
 
+    def semi_sync(self) -> None:
+        """Lossless semi-synchronous replication that never gives up; the replica has acknowledged one commit."""
+        mysql = self.vendor is Vendor.MYSQL
+        source, replica = ("source", "replica") if mysql else ("master", "slave")
+        source, replica = f"rpl_semi_sync_{source}", f"rpl_semi_sync_{replica}"
+        if mysql:
+            for member in self.members:
+                if not member.sql("SHOW GLOBAL VARIABLES LIKE 'rpl_semi_sync_source_enabled'"):
+                    member.sql("INSTALL PLUGIN rpl_semi_sync_source SONAME 'semisync_source.so'")
+                    member.sql("INSTALL PLUGIN rpl_semi_sync_replica SONAME 'semisync_replica.so'")
+        stop, start = ("STOP REPLICA", "START REPLICA") if mysql else ("STOP SLAVE", "START SLAVE")
+        self.members[1].sql(stop, f"SET GLOBAL {replica}_enabled = 1", start)
+        self.members[0].sql(
+            f"SET GLOBAL {source}_timeout = 3600000",
+            f"SET GLOBAL {source}_wait_point = 'AFTER_SYNC'",
+            f"SET GLOBAL {source}_enabled = 1",
+        )
+        eventually(lambda: self.members[0].sql(f"SHOW STATUS LIKE '{source}_clients'")[0][1] == "1")
+
     def caught_up(self) -> bool:
         """Whether the replica has all that the primary had just now."""
         source, replica = self.members[self.primary], self.members[1 - self.primary]

@@ -11,11 +11,14 @@ import random
 import select
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from lockrouter import LockLost, LockRouter, LockTimeout, ShardError
+from tests.support.observe import eventually
+from tests.support.workers import Workers
 
-__all__ = ["overlaps", "unordered"]
+__all__ = ["Interval", "counted_through", "overlaps", "unordered"]
 
 Interval = tuple[str, float, float, int]
 
@@ -73,6 +76,26 @@ def unordered(done: list[Interval]) -> list[tuple[Interval, Interval]]:
             found.append((before, one))
         last[one[0]] = one
     return found
+
+
+def counted_through(file: Path, folder: Path, change: Callable[[], object]) -> list[Interval]:
+    """What three processes did to three counters while `change` happened, and some time before and after.
+
+    Every increment was counted, no two holders of a key overlapped, and the later one's token was the higher.
+    """
+    counters = [folder / f"switch:{number}" for number in range(3)]
+    with Workers("tests.support.switch_worker", [str(file), str(folder), str(len(counters))], 3) as workers:
+        workers.go()
+        eventually(lambda: all(counter.exists() for counter in counters), 20.0)
+        change()
+        changed_at = time.time()
+        eventually(lambda: all(counter.stat().st_mtime > changed_at for counter in counters), 20.0)
+        done = [(each[0], each[1], each[2], each[3]) for line in workers.finish() for each in json.loads(line)]
+    for counter in counters:
+        assert int(counter.read_text()) == sum(key == counter.name for key, *_ in done)
+    assert overlaps(done) == []
+    assert unordered(done) == []
+    return done
 
 
 if __name__ == "__main__":
