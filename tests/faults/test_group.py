@@ -12,6 +12,7 @@ import pytest
 
 from lockrouter import LockLost, LockRouter, LossReason, RowLock, ShardUnavailable
 from lockrouter.admin.drain import drain, undo
+from lockrouter.admin.verify import verify
 from lockrouter.errors import ShardError
 from lockrouter.tokens import parts
 from tests.support.observe import eventually, in_thread
@@ -256,6 +257,13 @@ def test_a_group_with_several_primaries_is_refused(group: Group) -> None:
         group.members[0].sql("SELECT group_replication_switch_to_single_primary_mode()")
     eventually(lambda: router.health()[NAME]["state"] == "ok", 10.0)
     router.lock("key", timeout=10).release()
+
+
+def test_verify_names_what_weakens_a_group_and_nothing_else(plain: Group) -> None:
+    findings = verify(plain.config, plain.admin)
+    assert {(finding.problem, finding.warning) for finding in findings} == {("group-setting", True)}
+    named = sorted(finding.text.split(" ")[0].removeprefix("group_replication_") for finding in findings)
+    assert named == ["exit_state_action", "unreachable_majority_timeout"]
 
 
 def test_planned_switchover_after_drain_never_two_holders_and_leases_are_kept(plain: Group, tmp_path: Path) -> None:

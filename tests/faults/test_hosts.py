@@ -143,6 +143,7 @@ def test_planned_switchover_after_drain_never_two_holders_and_leases_are_kept(pa
     assert undo(pair.config, pair.admin, NAME)
 
 
+@pytest.mark.slow
 def test_planned_switchover_after_drain_row_lock_of_who_stays_is_lost_and_told(pair: Replicas) -> None:
     """API section 0, the same row: a holder that did not let go, where the operator went on all the same."""
     router = pair.router(router=QUICK)
@@ -159,6 +160,7 @@ def test_planned_switchover_after_drain_row_lock_of_who_stays_is_lost_and_told(p
     assert eventually(lambda: _maybe(router)) > held.token
 
 
+@pytest.mark.slow
 def test_unplanned_failover_asynchronous_lease_two_until_the_next_renewal_and_the_token_orders_them(
     pair: Replicas,
 ) -> None:
@@ -192,6 +194,7 @@ def _lease(router: LockRouter, key: str) -> Lease | None:
         return None
 
 
+@pytest.mark.slow
 def test_unplanned_failover_row_lock_lossless_semi_sync_without_its_replica_grants_nothing_after_the_window(
     pair: Replicas,
 ) -> None:
@@ -220,6 +223,7 @@ def test_unplanned_failover_row_lock_lossless_semi_sync_without_its_replica_gran
     assert eventually(lambda: _maybe(router)) > max(tokens)
 
 
+@pytest.mark.slow
 def test_server_restarts_row_lock_is_lost_and_told_and_leases_are_kept(pair: Replicas) -> None:
     """API section 0, row "server restarts": the replica is there all the time, and is no primary for that."""
     router = pair.router(router=QUICK)
@@ -241,6 +245,7 @@ def test_server_restarts_row_lock_is_lost_and_told_and_leases_are_kept(pair: Rep
     lease.release()
 
 
+@pytest.mark.slow
 def test_a_waiter_on_the_old_primary_goes_on_at_the_new_one(pair: Replicas) -> None:
     """Of two routers one holds the row on the old primary and stays; the other one's waiter gets it on the new one."""
     holder, router = pair.router(router=QUICK), pair.router(router=QUICK)
@@ -255,6 +260,7 @@ def test_a_waiter_on_the_old_primary_goes_on_at_the_new_one(pair: Replicas) -> N
     lost(held)
 
 
+@pytest.mark.slow
 def test_a_waiter_does_not_keep_its_server_from_being_demoted(pair: Replicas) -> None:
     """MySQL waits with `read_only` for every statement that waits for a row; the drain ends those at once."""
     holder, router = pair.router(router=QUICK), pair.router(router=QUICK)
@@ -288,6 +294,7 @@ def test_two_writable_hosts_make_the_shard_unavailable(pair: Replicas) -> None:
     held.release(confirm=True)
 
 
+@pytest.mark.slow
 def test_a_second_primary_that_grants_ends_what_is_held_on_the_first(pair: Replicas) -> None:
     """Split brain: a router that sees only the second host has begun to grant there."""
     router = pair.router(router=QUICK)
@@ -318,6 +325,7 @@ def test_a_host_with_a_lower_term_than_one_seen_is_refused(pair: Replicas) -> No
         router.try_lock("key")
 
 
+@pytest.mark.slow
 def test_a_term_that_two_servers_started_is_followed_by_another(pair: Replicas) -> None:
     """The last term was lost with the old primary, and the new one counted on from the one before."""
     router = pair.router(router=QUICK)
@@ -340,6 +348,7 @@ def _maybe(router: LockRouter) -> int | None:
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", [0, 1], ids=["first", "last"])
 def test_a_black_holed_host_does_not_keep_the_others_from_being_found(pair: Replicas, silent: int) -> None:
     """The primary is the other one; it is found within one `connect_timeout`, and after that at once."""
@@ -356,6 +365,7 @@ def test_a_black_holed_host_does_not_keep_the_others_from_being_found(pair: Repl
         pair.router(hosts=hosts).lock("key", timeout=CONNECT + 1.0)
 
 
+@pytest.mark.slow
 def test_a_black_holed_primary_is_left_for_the_promoted_one(pair: Replicas) -> None:
     router = pair.router(router=QUICK)
     held = router.lock("key", timeout=5)
@@ -368,6 +378,7 @@ def test_a_black_holed_primary_is_left_for_the_promoted_one(pair: Replicas) -> N
     assert term_of(router) > parts(held.token)[0]
 
 
+@pytest.mark.slow
 def test_a_replica_that_answers_keeps_the_shard_from_being_degraded(pair: Replicas) -> None:
     """The primary is dead, but the other host may know of one that grants: never a local lock, also by "local"."""
     router = pair.router(router=QUICK, breaker={"failures": 2, "probe_after": 0.3})
@@ -395,6 +406,7 @@ def _degraded(router: LockRouter) -> RowLock | None:
         return None
 
 
+@pytest.mark.slow
 def test_a_killed_control_connection_changes_nothing(pair: Replicas) -> None:
     router = pair.router(router=QUICK)
     held = router.lock("key", timeout=5)
@@ -407,7 +419,8 @@ def test_a_killed_control_connection_changes_nothing(pair: Replicas) -> None:
     held.release(confirm=True)
 
 
-def test_after_a_fork_or_close_no_connection_of_the_hosts_is_left(pair: Replicas) -> None:
+@pytest.mark.slow
+def test_after_close_no_connection_of_the_hosts_is_left(pair: Replicas) -> None:
     router = pair.router()
     take(router)
     eventually(lambda: pair.members[1].proxy.living)
@@ -416,6 +429,7 @@ def test_after_a_fork_or_close_no_connection_of_the_hosts_is_left(pair: Replicas
         eventually(lambda: not member.proxy.living)  # noqa: B023 - called now
 
 
+@pytest.mark.slow
 def test_a_frozen_primary_that_wakes_up_demoted_is_no_rival(pair: Replicas) -> None:
     """Promotion while it sleeps; awake it says that it is writable still, with the term of before."""
     router = pair.router(router=QUICK)
