@@ -321,12 +321,8 @@ class Keeper:
         return (yield from self._send_write(session, packet))
 
     def _send_write(self, session: Session, packet: bytes) -> Operation[Ok]:
-        try:
-            reply = yield from session.exchange(packet, now() + self._shard.config.pool.connect_timeout)
-        except Silent:
-            if self._last is not None:
-                self.kills.append((session.connection_id, self._last.incarnation))
-            raise
+        # A silent one is not killed: a commit that waits for a replica would be made without it (MariaDB does that).
+        reply = yield from session.exchange(packet, now() + self._shard.config.pool.connect_timeout)
         if not isinstance(reply, Ok):
             session.die()
             code, message = (reply.code, reply.message) if isinstance(reply, Err) else (0, "rows for a write")
