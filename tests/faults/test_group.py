@@ -149,6 +149,7 @@ def test_unplanned_failover_row_lock_is_lost_in_time_and_lossless_leases_are_kep
     for lease in leases:
         lease.check()
         assert not lease.lost
+        assert other.try_lease(lease.key, ttl=5) is None
     fresh = other.lease("lease:new", ttl=5, timeout=10)
     assert fresh.token > max(lease.token for lease in leases)
     for lease in (*leases, fresh):

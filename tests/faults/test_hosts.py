@@ -111,7 +111,10 @@ def test_a_demoted_host_is_left_at_once_and_the_new_primary_found(pair: Replicas
         router.lock("other", timeout=3)
     pair.demote()
     pair.promote()
+    promoted = time.monotonic()
     eventually(lambda: router.health()[NAME]["state"] == "ok", 3.0, lambda: why(router))
+    again = time.monotonic() - promoted
+    print(f"demoted: told after {told[0][1] - began:.2f} s, granting {again:.2f} s after promotion")
     lost(held)
     assert take(router) > held.token
     assert term_of(router) == term + 1
@@ -174,7 +177,9 @@ def test_unplanned_failover_asynchronous_lease_two_until_the_next_renewal_and_th
     first.on_lost(reasons.append)
     pair.members[0].kill()
     pair.members[1].sql("SET GLOBAL read_only = 0")
+    began = time.monotonic()
     second = eventually(lambda: _lease(other, "unseen"), 10.0)
+    print(f"killed and promoted: leases again {time.monotonic() - began:.2f} s after promotion")
     assert second.token > first.token
     eventually(lambda: reasons, 6 / 3 + 2.0)
     assert reasons[0] in (LossReason.STOLEN, LossReason.EXPIRED)
@@ -231,13 +236,17 @@ def test_server_restarts_row_lock_is_lost_and_told_and_leases_are_kept(pair: Rep
     lease = router.lease("lease", ttl=30, timeout=5)
     told: list[LossReason] = []
     held.on_lost(told.append)
+    began = time.monotonic()
     pair.members[0].kill()
     eventually(lambda: told, 1.0)
+    print(f"restart: told after {time.monotonic() - began:.2f} s")
     lost(held)
     with pytest.raises(ShardUnavailable):
         router.lock("key", timeout=1.0)
     pair.members[0].start()
+    began = time.monotonic()
     token = eventually(lambda: _maybe(router), 15.0)
+    print(f"restart: granting {time.monotonic() - began:.2f} s after it answered")
     assert token > held.token
     assert parts(token)[0] == parts(held.token)[0]
     lease.check()
@@ -370,9 +379,11 @@ def test_a_black_holed_primary_is_left_for_the_promoted_one(pair: Replicas) -> N
     router = pair.router(router=QUICK)
     held = router.lock("key", timeout=5)
     assert pair.caught_up()
+    began = time.monotonic()
     pair.members[0].proxy.stop()
     pair.promote()
     eventually(lambda: router.health()[NAME]["state"] == "ok" and held.lost, 5.0, lambda: why(router))
+    print(f"black-holed and promoted: told, and granting, after {time.monotonic() - began:.2f} s")
     lost(held)
     assert take(router) > held.token
     assert term_of(router) > parts(held.token)[0]
