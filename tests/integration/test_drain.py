@@ -49,9 +49,9 @@ def test_it_waits_for_holders_of_every_kind_and_keeps_leases(
 ) -> None:
     keys = keys_on(router, SHARD, 6, prefix="drain")
     lease = router.lease(keys[5], ttl=2, timeout=5)
+    together = router.lock_all(keys[2:4], timeout=5)
     alone = router.lock(keys[0], timeout=5)
     shared = other.lock(keys[1], timeout=5, shared=True)
-    together = router.lock_all(keys[2:4], timeout=5)
     with router.transaction(keys[4], timeout=5):
         config, admin = load(cluster.shards_file), load(cluster.admin_file)
         said: list[str] = []

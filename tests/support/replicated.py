@@ -280,7 +280,7 @@ class Replicas(Replicated):
         self.members[self.primary].sql("SET GLOBAL read_only = 0")
 
     def mend(self) -> None:
-        """The first server is the primary, the second follows it with the same data; every proxy passes everything."""
+        """The first server is the primary, the second follows it, no lease is left; every proxy passes everything."""
         for member in self.members:
             member.proxy.accept()
             member.send(signal.SIGCONT)
@@ -290,7 +290,11 @@ class Replicas(Replicated):
         for index, member in enumerate(self.members):
             self.stop_following(index)
             member.sql(
-                "SET GLOBAL read_only = 0", f"UPDATE lock_meta SET term = {term}, drained = ''", database="locks_0"
+                "SET GLOBAL read_only = 0",
+                f"UPDATE lock_meta SET term = {term}, drained = ''",
+                "DELETE FROM lease_00",
+                "DELETE FROM lease_01",
+                database="locks_0",
             )
         self.replicate()
 
