@@ -110,7 +110,8 @@ def look_over(session: Session, until: float) -> Operation[None]:
     """Refuse a server that can never order or exclude grants: done once per connection.
 
     Raises:
-        Answered: its clock stands still inside a statement, or more than one of its kind takes writes.
+        Answered: its clock stands still inside a statement, more than one of its kind takes writes, or its group, which
+            it is not in, may have another primary.
         Gone, Silent: the session is closed.
     """
     first, _, second = single_row((yield from session.exchange(statements.SYSDATE_MOVES, until)))
@@ -119,6 +120,11 @@ def look_over(session: Session, until: float) -> Operation[None]:
     settings = yield from session.exchange(statements.WRITERS, until)
     if not isinstance(settings, Rows):
         raise Answered(getattr(settings, "code", 0), "the server's settings cannot be read")
-    why = unfit({(name or b"").decode(): (value or b"").decode() for name, value in settings.rows})
+    found = {(name or b"").decode(): (value or b"").decode() for name, value in settings.rows}
+    why = unfit(found)
     if why is not None:
         raise Answered(0, why)
+    if found.get("group_replication_group_name"):
+        state = yield from session.exchange(statements.MEMBER_STATE, until)
+        if not isinstance(state, Rows) or not state.rows or state.rows[0][0] == b"OFFLINE":
+            raise Answered(0, "the server is not in its replication group: the group may have another primary")

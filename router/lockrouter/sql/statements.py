@@ -179,8 +179,16 @@ CHECK = query(b"SELECT UNIX_TIMESTAMP(SYSDATE(6)), @@global.read_only")
 SYSDATE_MOVES = query(b"SELECT SYSDATE(6), SLEEP(0.001), SYSDATE(6)")
 """The two clocks differ unless the server runs with --sysdate-is-now, whose clock is useless for tokens."""
 
-WRITERS = query(b"SHOW GLOBAL VARIABLES WHERE Variable_name IN ('wsrep_on', 'group_replication_single_primary_mode')")
+WRITERS = query(
+    b"SHOW GLOBAL VARIABLES WHERE Variable_name IN ('wsrep_on', 'group_replication_single_primary_mode',"
+    b" 'group_replication_group_name')"
+)
 """The settings that make several servers writable at once; a vendor's or plug-in's missing ones are absent."""
+
+MEMBER_STATE = query(
+    b"SELECT MEMBER_STATE FROM performance_schema.replication_group_members WHERE MEMBER_ID = @@server_uuid"
+)
+"""What a server is in its replication group; no row, or OFFLINE: it has not joined it since it started."""
 
 NOW_MICROS = b"CAST(UNIX_TIMESTAMP(SYSDATE(6)) * 1000000 AS UNSIGNED)"
 
