@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockrouter import LockLost, LockRouter, LossReason, RowLock, ShardUnavailable
+from lockrouter import LockLost, LockRouter, LockTimeout, LossReason, RowLock, ShardUnavailable
 from lockrouter.admin.drain import drain, undo
 from lockrouter.admin.verify import verify
 from lockrouter.errors import ShardError
@@ -87,7 +87,7 @@ class Trying:
                 with self._router.lock(self._key, timeout=1.0) as held:
                     if not held.degraded:
                         self.grants.append((time.monotonic(), held.token))
-            except (ShardError, LockLost):
+            except (ShardError, LockLost, LockTimeout):
                 pass
             self._over.wait(0.02)
 
