@@ -483,11 +483,14 @@ def _conclude(
         # The answer is known; the session is closed, and the server frees what it may hold. No fault of the shard.
         shard.poke_control()
     rights = shard.rights
-    if rights is not None and session.incarnation != rights.incarnation:
-        session.die()  # it leads to another server than the one that may grant
+    elsewhere = rights is not None and session.incarnation != rights.incarnation
+    if elsewhere:
+        session.die()  # it leads to another server than the one that may grant, whose errors say nothing of that
     ask.session = None
     shard.pool.give_back(session)
     if isinstance(outcome, ShardError):
+        if elsewhere:
+            return Unlocked.REPEAT
         raise outcome
     if outcome is Unlocked.SUSPENDED:
         yield from await_rights(ask)

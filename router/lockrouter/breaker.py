@@ -46,12 +46,15 @@ class Breaker:
         self.state = state
         self.closed = state is _CLOSED
 
-    def fault(self, *, probe: bool = False) -> bool:
-        """Count a fault, of the probe or of a call; True when this one opened the breaker."""
+    def fault(self, *, probe: bool = False, refusal: str | None = None) -> bool:
+        """Count a fault, of the probe or of a call; True when this one opened the breaker.
+
+        `refusal`: why the shard is not simply dead all the same.
+        """
         with self._lock:
             if self.state is BreakerState.HALF_OPEN and not probe:
                 return False  # of a call that began before: the probe that is out decides
-            self.refusal = None
+            self.refusal = refusal
             self.in_a_row += 1
             if self.state == BreakerState.CLOSED and self.in_a_row < self._failures:
                 return False
@@ -94,6 +97,11 @@ class Breaker:
                 return False
             self._become(BreakerState.HALF_OPEN)
             return True
+
+    def hasten(self) -> None:
+        """Let the next probe start now: somebody else found the shard alive."""
+        with self._lock:
+            self._probe_at = self._clock()
 
     def abandon_probe(self) -> None:
         """Give back a claimed probe that ended without an outcome."""

@@ -23,88 +23,24 @@ from typing import TYPE_CHECKING, NamedTuple
 from lockrouter import tokens
 from lockrouter.backoff import jittered
 from lockrouter.deadline import now
+from lockrouter.hosts import Hosts
 from lockrouter.protocol.effects import SLEEP, Operation
-from lockrouter.protocol.packets import Err, Ok, Rows, is_off
-from lockrouter.session import Answered, Gone, Incarnation, Session, Silent, State, single_row
+from lockrouter.protocol.packets import Err, Ok, Rows
+from lockrouter.reading import Reading, look_over, read
+from lockrouter.session import Answered, Gone, Incarnation, Session, Silent, State
 from lockrouter.sql import statements
 
 if TYPE_CHECKING:
-    from lockrouter.config import Endpoint
     from lockrouter.lent import LentSession
     from lockrouter.shard import Shard
 
-__all__ = ["Keeper", "Reading", "Rights"]
+__all__ = ["Keeper", "Rights"]
 
 _log = logging.getLogger("lockrouter")
 
 _CLOCK_TOLERANCE_US = 50_000
 _SLOWEST_US = 999_000
 """Microseconds that a clock which is slewed backwards still shows for each second."""
-
-
-class Reading(NamedTuple):
-    """One answer of a server about itself; clocks in microseconds since 1970, UTC, of the server."""
-
-    connection_id: int
-    incarnation: Incarnation
-    protocol: int
-    fingerprint: bytes
-    epoch: int
-    term: int
-    term_identity: bytes
-    server_started: int
-    clock_high: int
-    drained: bytes
-    clock: int
-    not_primary: str | None
-    sent_at: float
-    received_at: float
-
-    @classmethod
-    def of(cls, row: tuple[bytes | None, ...], sent_at: float, received_at: float) -> Reading:
-        """Decode the row of `Dialect.control_read`."""
-        value = [field if field is not None else b"" for field in row]
-        return cls(
-            connection_id=int(value[0]),
-            incarnation=(value[1], started_us(value[2])),
-            protocol=int(value[4]),
-            fingerprint=value[5],
-            epoch=int(value[6]),
-            term=int(value[7]),
-            term_identity=value[8],
-            server_started=int(value[9]),
-            clock_high=int(value[10]),
-            drained=value[11],
-            clock=tokens.micros(value[12]),
-            not_primary=_why_not_primary(value[13], value[14:]),
-            sent_at=sent_at,
-            received_at=received_at,
-        )
-
-
-def started_us(text: bytes) -> int:
-    """When the server started by its own clock, from whole seconds as text, in microseconds."""
-    return round(float(text)) * 1_000_000
-
-
-def _why_not_primary(read_only: bytes, roles: list[bytes]) -> str | None:
-    """Why this server must not grant, or None: it is the writable primary, as far as it knows."""
-    if not is_off(read_only):
-        return "the server is read-only"
-    if not roles:
-        return None
-    if roles[0] not in (b"0", b"") or roles[1] not in (b"0", b""):
-        return "the server is read-only"
-    if not roles[2]:
-        return None
-    online, members, *me = roles[2].decode("utf-8", "replace").split()
-    if me == ["SECONDARY", "OFFLINE"] or (members == "1" and me[-1:] == ["OFFLINE"]):
-        return None
-    if me != ["PRIMARY", "ONLINE"]:
-        return f"the server is {' '.join(me) or 'no member'} of its replication group"
-    if int(online) * 2 <= int(members):
-        return f"the server's replication group has no majority ({online} of {members} online)"
-    return None
 
 
 class Rights(NamedTuple):
@@ -136,6 +72,7 @@ class Keeper:
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
+        self.hosts = Hosts(shard)
         self._window_us = int(shard.config.router.grant_window * 1_000_000)
         self._control: Session | None = None
         self._reused = False
@@ -144,7 +81,8 @@ class Keeper:
         self._order: bytes | None = None
         self._order_what = ""
         self._write_failed = False
-        self._highest_term = 0
+        # Where the writer session leads: what one server is told must never be written on another.
+        self._writer_at = shard.endpoint
         # Connections to be killed. An id means something only between two starts of the server that gave it.
         self.kills: deque[tuple[int, Incarnation]] = deque(maxlen=1000)
         # Sessions whose statement takes so long that the server is asked what it does for them.
@@ -190,27 +128,44 @@ class Keeper:
         try:
             until = now() + shard.config.pool.connect_timeout
             if not self._reused:
-                yield from self._refuse_frozen_clock(session, until)
-            reading = yield from self._ask(session, until)
-            while self.kills:
-                connection_id, incarnation = self.kills.popleft()
-                if incarnation == reading.incarnation:
-                    yield from session.exchange(statements.kill(connection_id), until)
+                yield from look_over(session, until)
+            reading = yield from read(session, until)
+            yield from self._kill_all(session, reading.incarnation, until)
             while self.doubts:
                 yield from self._ask_about(session, self.doubts.popleft(), reading.incarnation, until)
             frozen = yield from session.exchange(statements.FROZEN_PREFIXES, until)
             if not isinstance(frozen, Rows):
                 raise Answered(getattr(frozen, "code", 0), "the frozen prefixes cannot be read")
             shard.frozen = tuple(row[0] for row in frozen.rows if row[0])
-        except BaseException:
+        except BaseException as error:
             session.die()
+            if self.hosts.several and isinstance(error, Silent | Answered):
+                self.hosts.note(shard.endpoint, failure=error)
             raise
         session.state = State.IDLE
-        if reading.not_primary is not None and len(shard.endpoints) > 1:
-            session.close()  # the next reading looks for the primary among all hosts
-        else:
-            self._control = session
+        self._control = session
         self._judge(reading, session)
+        if self.hosts.several and (reading.not_primary is not None or reading.term < self.hosts.highest_term):
+            self._control = None
+            self.hosts.note(shard.endpoint, reading)
+            shard.poke_control()
+            yield from self._leave(session, reading.incarnation, until)
+
+    def _leave(self, session: Session, incarnation: Incarnation, until: float) -> Operation[None]:
+        """Close the session to a server that is not the primary; nothing of ours goes on waiting there."""
+        try:
+            yield from self._kill_all(session, incarnation, until)
+            session.state = State.IDLE
+        except (Gone, Silent):
+            pass
+        finally:
+            session.close()
+
+    def _kill_all(self, session: Session, here: Incarnation, until: float) -> Operation[None]:
+        while self.kills:
+            connection_id, incarnation = self.kills.popleft()
+            if incarnation == here:
+                yield from session.exchange(statements.kill(connection_id), until)
 
     def _ask_about(
         self, session: Session, doubted: LentSession, incarnation: Incarnation, until: float
@@ -221,81 +176,63 @@ class Keeper:
             busy = any(row[0] != b"Sleep" for row in reply.rows)
             doubted.judged(asked_at, working=busy and doubted.incarnation == incarnation)
 
-    def _ask(self, session: Session, until: float) -> Operation[Reading]:
-        sent_at = now()
-        reply = yield from session.exchange(session.dialect.control_read(), until)
-        return Reading.of(single_row(reply), sent_at, now())
-
     def _find_primary(self) -> Operation[Session]:
-        """A control session to the shard's writable primary, or, where none is found, to a server that answers.
+        """A control session to the shard's writable primary; where there is but one host, to that.
 
-        Of several hosts all that can be reached are asked, and exactly one may be writable.
+        Of several hosts all are asked, side by side, each for `connect_timeout` at most, and those that were silent
+        last time are not waited for.
 
         Raises:
             Gone, Silent: none can be reached.
-            Answered: two are writable.
+            Answered: not exactly one is writable.
         """
-        shard = self._shard
-        if len(shard.endpoints) == 1:
+        shard, hosts = self._shard, self.hosts
+        if not hosts.several:
             return (yield from shard.open_control())
-        found: list[tuple[Endpoint, Session]] = []
-        answering: list[tuple[Endpoint, Session]] = []
-        failure: Exception = Gone("no host was asked")
+        hosts.leave("the primary is being looked for among the shard's hosts")
+        until = now() + shard.config.pool.connect_timeout
+        while not hosts.asked and now() < until:
+            yield (SLEEP, until, None)
+        endpoint = hosts.primary()
         try:
-            for endpoint in shard.endpoints:
-                try:
-                    session = yield from shard.open_control(endpoint)
-                    answering.append((endpoint, session))
-                    reading = yield from self._ask(session, now() + shard.config.pool.connect_timeout)
-                    if reading.not_primary is None:
-                        found.append((endpoint, session))
-                except (Gone, Silent, Answered) as error:
-                    failure = error
-            if len(found) > 1:
-                raise Answered(0, f"{len(found)} writable primaries: exactly one may grant")
-            alive = [pair for pair in found or answering if pair[1].state != State.DEAD]
-            if not alive:
-                raise failure
-            shard.endpoint, chosen = alive[0]
-        except BaseException:
-            for _, session in answering:
-                session.die()
+            session = yield from shard.open_control(endpoint)
+        except (Gone, Silent, Answered) as error:
+            hosts.note(endpoint, failure=error)
             raise
-        for _, session in answering:
-            if session is not chosen:
-                session.state = State.IDLE
-                session.close()
-        return chosen
-
-    def _refuse_frozen_clock(self, session: Session, until: float) -> Operation[None]:
-        first, _, second = single_row((yield from session.exchange(statements.SYSDATE_MOVES, until)))
-        if first == second:
-            raise Answered(0, "the server runs with --sysdate-is-now: its clock cannot order grants")
+        shard.endpoint = endpoint
+        hosts.use(endpoint)
+        return session
 
     # -- judging ------------------------------------------------------------------------------------------------
 
     def _judge(self, reading: Reading, session: Session) -> None:
-        shard = self._shard
+        shard, hosts = self._shard, self.hosts
         last, self._last = self._last, reading
+        hosts.see_term(reading)
+        rival = hosts.rival()
         if reading.connection_id != session.connection_id:
             shard.refuse("a proxy shares server connections between clients; row locks need their own")
         elif (reading.protocol, reading.fingerprint) != (shard.protocol, shard.fingerprint):
             shard.refuse("the database was seeded for another topology", mismatch=True)
         elif reading.not_primary is not None:
             shard.demote(reading.not_primary)
-        elif reading.term < self._highest_term:
-            shard.refuse(f"an older server: its term is {reading.term}, {self._highest_term} was seen before")
+        elif reading.term < hosts.highest_term:
+            shard.demote(f"an older server: its term is {reading.term}, {hosts.highest_term} was seen before")
+        elif rival is not None:
+            # Whose lock_meta names itself has begun to grant: what is held here excludes nobody there.
+            (shard.demote if rival[1].term_identity == rival[1].incarnation[0] else shard.refuse)(rival[0])
         elif reading.drained and reading.drained == reading.incarnation[0]:
             shard.refuse("the shard is drained for a switchover", renews=True)
         elif reading.term_identity != reading.incarnation[0]:
             self._new_term(reading, "another server than the one the last term was started on")
+        elif reading.term == hosts.highest_term and reading.term_identity != hosts.highest_identity:
+            self._new_term(reading, "another server has started the same term")
         elif self._clock_fell(last, reading) or reading.clock_high - reading.clock > self._window_us:
             self._new_term(reading, "the server's clock went back")
         elif reading.server_started != reading.incarnation[1]:
             self._restarted(reading)
         else:
             self._permit(reading)
-        self._highest_term = max(self._highest_term, reading.term)
         if last is not None and last.epoch != reading.epoch:
             _log.info("shard %s: topology epoch is now %d", shard.id, reading.epoch)
 
@@ -321,7 +258,9 @@ class Keeper:
         shard.permit(rights)
 
     def _renew(self, reading: Reading) -> None:
-        self._write(statements.renew_window(self._window_us, reading.term), "renew the grant window")
+        self._write(
+            statements.renew_window(self._window_us, reading.term, reading.incarnation[0]), "renew the grant window"
+        )
 
     def _restarted(self, reading: Reading) -> None:
         self._shard.suspend("the server has restarted; its clock has yet to pass what was granted before")
@@ -369,21 +308,21 @@ class Keeper:
 
     def _commit(self, packet: bytes) -> Operation[Ok]:
         session, self._writer = self._writer, None
+        if session is not None and self._writer_at != self._shard.endpoint:
+            session.close()
+            session = None
         if session is not None:
             try:
                 return (yield from self._send_write(session, packet))
             except Gone:
                 pass  # closed while idle; every write here changes something at most once, so it may be sent again
+        self._writer_at = self._shard.endpoint
         session = yield from self._shard.open_control()
         return (yield from self._send_write(session, packet))
 
     def _send_write(self, session: Session, packet: bytes) -> Operation[Ok]:
-        try:
-            reply = yield from session.exchange(packet, now() + self._shard.config.pool.connect_timeout)
-        except Silent:
-            if self._last is not None:
-                self.kills.append((session.connection_id, self._last.incarnation))
-            raise
+        # A silent one is not killed: a commit that waits for a replica would be made without it (MariaDB does that).
+        reply = yield from session.exchange(packet, now() + self._shard.config.pool.connect_timeout)
         if not isinstance(reply, Ok):
             session.die()
             code, message = (reply.code, reply.message) if isinstance(reply, Err) else (0, "rows for a write")
@@ -397,7 +336,9 @@ class Keeper:
         for session in (self._control, self._writer):
             if session is not None:
                 session.close()
+        self.hosts.close()
 
     def sessions(self) -> list[Session]:
         """The sessions kept at present."""
-        return [session for session in (self._control, self._writer) if session is not None]
+        kept = [session for session in (self._control, self._writer) if session is not None]
+        return kept + self.hosts.sessions()

@@ -434,11 +434,13 @@ class Core:
         if rule.max_hold is not None:
             hold.max_hold, hold.kill = rule.max_hold, rule.kill
 
-    def _demoted(self, shard: Shard, reason: LossReason) -> None:
+    def _demoted(self, shard: Shard, reason: LossReason, concerns: Callable[[bytes], bool]) -> None:
+        """Lose what is held on the shard's servers of those identities."""
         for session in tuple(shard.pool.sessions):
-            self.lose(session, reason)
+            if session.hold is not None and concerns(session.incarnation[0]):
+                self.lose(session, reason)
         for hold in self.gates.holds():
-            if hold.shard is shard and hold.session is None and not hold.degraded:
+            if hold.shard is shard and hold.session is None and not hold.degraded and concerns(hold.server):
                 self.lose_hold(hold, reason)
 
     # -- background ---------------------------------------------------------------------------------------------

@@ -68,6 +68,8 @@ class Hold:
     # Keys of this row that were held and released inside this hold.
     seen: frozenset[bytes] = frozenset()
     mode = "row"
+    # The identity of the server, where the row is locked through a connection of the caller's.
+    server = b""
 
     def __init__(
         self,

@@ -27,7 +27,6 @@ from lockrouter.acquire import (
     refuse_frozen,
     require_row_mode,
 )
-from lockrouter.control import started_us
 from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import ConfigError, LockLost, LossReason, ShardError, ShardUnavailable
 from lockrouter.fencing import Target, autocommits, connection_of
@@ -36,6 +35,7 @@ from lockrouter.inside import Inside, has_transaction, inside_of, watch
 from lockrouter.owners import record
 from lockrouter.protocol.effects import drive
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Rows
+from lockrouter.reading import started_us
 from lockrouter.routing import Routing, encode
 from lockrouter.session import Gone, Incarnation
 from lockrouter.sql.callers import look_around
@@ -177,6 +177,7 @@ def _take(ask: Ask, connection: Connection, seen: _Seen) -> Hold:
             raise ask.timed_out(gates)
         hold = _ask(ask, connection, seen)
         hold.session, hold.degraded, hold.mode = None, False, "transaction"
+        hold.server = seen.incarnation[0]
         gates.granted(ask, hold)
     except BaseException as error:
         gates.leave_queue(ask)

@@ -55,6 +55,11 @@ class Pool:
         self._closed = False
         self.sessions: set[Session] = set()
 
+    @property
+    def closed(self) -> bool:
+        """True once it gives out nothing any more."""
+        return self._closed
+
     def check_out(
         self,
         until: float,
@@ -246,9 +251,12 @@ class Pool:
                 self._idle[session.lane].remove(session)
             return old
 
-    def purge(self) -> None:
-        """Look at every idle session, and forget those whose server has gone."""
+    def purge(self, primary: bytes | None = None) -> None:
+        """Look at every idle session, and forget those whose server has gone, or is not the primary any more."""
         with self._lock:
+            for session in [session for idle in self._idle for session in idle] if primary is not None else []:
+                if session.incarnation[0] != primary:
+                    session.die()
             alive = tuple([session for session in idle if session.drain()] for idle in self._idle)
             self._total -= sum(map(len, self._idle)) - sum(map(len, alive))
             self._idle = alive

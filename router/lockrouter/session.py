@@ -107,7 +107,7 @@ class Answered(Exception):
     """The server answered with an error where none can be worked around."""
 
     def __init__(self, code: int, message: str) -> None:
-        super().__init__(f"({code}) {message}")
+        super().__init__(f"({code}) {message}" if code else message)
         self.code = code
 
 

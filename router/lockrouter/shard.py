@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockrouter.breaker import Breaker
-from lockrouter.control import Keeper, Rights, started_us
+from lockrouter.control import Keeper, Rights
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason, ShardError, ShardUnavailable, TopologyMismatch
 from lockrouter.lent import LentSession, open_lent
 from lockrouter.metrics import ShardStats
-from lockrouter.pool import Pool
-from lockrouter.protocol.effects import CALL, SLEEP, Operation, Waiter
+from lockrouter.pool import Pool, PoolClosed
+from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation, Waiter
 from lockrouter.protocol.packets import PING, Grants
+from lockrouter.reading import started_us
 from lockrouter.routing import PROTOCOL, fingerprint
 from lockrouter.session import Answered, Gone, Session, Silent, State, driver_error, open_session, set_up, single_row
 from lockrouter.sql.statements import LEASE_SESSION
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["Refusal", "Shard", "tls_context"]
 
 _log = logging.getLogger("lockrouter")
+
+_QUICK = 0.1
+"""Seconds that a statement takes which waits for nobody; it is let end by itself."""
+_SETTLES = 5.0
+"""Seconds after a change of the primary in which holders on other servers are looked for."""
 
 
 class Refusal(NamedTuple):
@@ -48,7 +54,7 @@ class Shard:
         config: RouterConfig,
         shard: ShardConfig,
         *,
-        on_demoted: Callable[[Shard, LossReason], None],
+        on_demoted: Callable[[Shard, LossReason, Callable[[bytes], bool]], None],
         like: Shard | None = None,
     ) -> None:
         """Make the shard's state; `like`, the same shard before a fork, lends what was read of files."""
@@ -67,11 +73,13 @@ class Shard:
         self._changed: list[Waiter] = []
         self.rights: Rights | None = None
         self.refusal: Refusal | None = None
-        # True while the server is known not to be the writable primary: what is held there is lost.
+        # True from when the server is known not to be the writable primary until one is found: what is held is lost.
         self.demoted = False
         self.waiting_for = "the shard has not been asked yet"
         self.cause: BaseException | None = None
         self.clock_fell = False
+        # The identity of the last primary, and since when it is.
+        self._primary, self._moved_at = b"", 0.0
         self.frozen: tuple[bytes, ...] = ()
         self.stats = ShardStats()
         self.breaker = Breaker(config.breaker.failures, config.breaker.probe_after)
@@ -91,6 +99,7 @@ class Shard:
         """The endless operations of this shard, to be run by `watcher`."""
         self._watcher = watcher
         operations = {"control": self.keeper.watch, "writer": self.keeper.write, "idle": self._keep_idle}
+        operations |= self.keeper.hosts.operations()
         self._tasks = {name: Task(f"lockrouter-{self.id}-{name}", make) for name, make in operations.items()}
         return list(self._tasks.values())
 
@@ -98,6 +107,12 @@ class Shard:
         """Read the server's state now, not at the next `role_check`."""
         if self._watcher is not None:
             self._watcher.poke(self._tasks["control"])
+
+    def poke_hosts(self) -> None:
+        """Ask the shard's other hosts now."""
+        if self._watcher is not None:
+            for name in self.keeper.hosts.operations():
+                self._watcher.poke(self._tasks[name])
 
     def poke_writer(self) -> None:
         """Let the writer look for work now."""
@@ -145,6 +160,7 @@ class Shard:
 
     def _open_for_rows(self, until: float) -> Operation[Session]:
         """Open a session for row locks and learn which server, since when, it leads to."""
+        yield from self._await_primary(until)
         seconds = min(self.config.pool.connect_timeout, until - now())
         session = yield from self._open(self.endpoint, seconds, control=False)
         yield from self._identify(session, seconds)
@@ -153,6 +169,7 @@ class Shard:
 
     def _open_for_transactions(self, until: float) -> Operation[Session]:
         """Open a session that can be lent to a caller's transaction."""
+        yield from self._await_primary(until)
         seconds = min(self.config.pool.connect_timeout, until - now())
         session = yield from open_lent(
             self.endpoint, seconds, self._tls, self.config.transaction, self._answers, self._ask_about
@@ -168,6 +185,25 @@ class Shard:
                 session.die()
                 raise
         return session
+
+    def _await_primary(self, until: float) -> Operation[None]:
+        """Of several hosts, wait until the one that is the primary is known: the others are not worth a connection.
+
+        Raises:
+            ShardError: none is, or none was found in time.
+        """
+        while len(self.endpoints) > 1 and self.rights is None:
+            if self.pool.closed:
+                raise PoolClosed
+            waiter = self.watch_for_change()
+            try:
+                if self.rights is None:
+                    error = self.refusal_error()
+                    if error is not None or not self.breaker.closed or now() >= until:
+                        raise error or self.unready_error()
+                    yield (WAIT, waiter, min(until, now() + self.config.router.role_check))
+            finally:
+                self.unwatch(waiter)
 
     def _ask_about(self, session: LentSession) -> None:
         self.keeper.doubts.append(session)
@@ -219,6 +255,20 @@ class Shard:
         self.waiting_for = "the right to grant has passed and could not be read again in time"
         self.rights = rights
         self._wake()
+        here = rights.incarnation[0]
+        if here != self._primary:
+            self._primary, self._moved_at = here, now()
+            self.pool.purge(here)
+        if now() - self._moved_at < _SETTLES:
+            # Another server's locks exclude nobody any more, whatever that one says of itself. Again for a while: a
+            # grant of the last moment may just be on its way to its caller.
+            self._on_demoted(self, LossReason.DEMOTED, lambda identity: identity != here)
+            self.interrupt_waiters(elsewhere=here)
+
+    def search(self, why: str) -> None:
+        """The primary is not known for now: nothing is granted, and callers wait for it inside their deadlines."""
+        self.rights = None
+        self.waiting_for = why
 
     def suspend(self, why: str) -> None:
         """Nothing is granted until the next `permit`; callers wait for it inside their deadlines."""
@@ -238,29 +288,44 @@ class Shard:
             _log.warning("shard %s: grants nothing: %s", self.id, why)
         self.rights = None
         self.refusal = Refusal(why, mismatch, renews)
-        self.demoted = False
         self.breaker.refused(why)
         self._wake()
+        # What waits for a row can only get it in vain, and keeps a server from being made read-only meanwhile.
+        self.interrupt_waiters(for_longer_than=_QUICK)
 
     def demote(self, why: str) -> None:
         """The server is not, or not usefully, the writable primary: holders lose their locks."""
         self.refuse(why)
         self.demoted = True
-        self._on_demoted(self, LossReason.DEMOTED)
+        self._on_demoted(self, LossReason.DEMOTED, lambda _: True)
+
+    def lose_on(self, identity: bytes) -> None:
+        """A server says that it is not the primary: what is held there is lost."""
+        self._on_demoted(self, LossReason.DEMOTED, lambda other: other == identity)
 
     def fault(self, error: BaseException, *, probe: bool = False) -> None:
         """The server did not answer."""
         self.cause = driver_error(error)
-        if self.breaker.fault(probe=probe):
+        # A host that answers may know of another primary, which grants: then the shard is not simply dead.
+        if self.breaker.fault(probe=probe, refusal=self.keeper.hosts.answering()):
             _log.warning("shard %s: does not answer, breaker open: %s", self.id, error)
             self.rights = None
             self.waiting_for = f"the shard does not answer: {error}"
             self.interrupt_waiters()
             self._wake()
+        if self.keeper.hosts.several and self.keeper.hosts.used is not None:
+            self.poke_control()  # another host may be the primary by now
 
-    def interrupt_waiters(self) -> None:
-        """Wake who waits at the server for a row; what they sent is abandoned, and to be killed."""
+    def interrupt_waiters(self, elsewhere: bytes | None = None, for_longer_than: float = 0.0) -> None:
+        """Wake who waits at the server for a row; what they sent is abandoned, and to be killed.
+
+        With `elsewhere` only those that wait at another server than the one of that identity.
+        """
         for session in tuple(self.pool.sessions):
+            if elsewhere is not None and session.incarnation[0] in (b"", elsewhere):
+                continue
+            if now() - session.sent_at < for_longer_than:
+                continue
             if session.interrupt():
                 self.kill(session)
 

@@ -84,9 +84,9 @@ class _Link:
 
 
 class Proxy:
-    """Listens on `port` of loopback and forwards to `target`, a port of loopback too."""
+    """Listens on `port` of loopback and forwards to `target`, a port of loopback too, or the path of a socket."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: int | str) -> None:
         self.target = target
         self._selector = selectors.DefaultSelector()
         self._inbox, self._bell = socket.socketpair()
@@ -214,7 +214,7 @@ class Proxy:
         client.setblocking(True)
         self.accepted += 1
         try:
-            server = socket.create_connection(("127.0.0.1", self.target), 2.0)
+            server = self._reach()
         except OSError:
             _reset(client)
             return
@@ -227,8 +227,21 @@ class Proxy:
                 self._meet(link, rule)
                 break
         for way, side in link.sides.items():
-            side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if side.family != socket.AF_UNIX:
+                side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._watch(side, _reader(self, link, way))
+
+    def _reach(self) -> socket.socket:
+        if isinstance(self.target, int):
+            return socket.create_connection(("127.0.0.1", self.target), 2.0)
+        server = socket.socket(socket.AF_UNIX)
+        server.settimeout(2.0)
+        try:
+            server.connect(self.target)
+        except OSError:
+            server.close()
+            raise
+        return server
 
     def _watch(self, side: socket.socket, call: Callable[[], None]) -> None:
         if side not in self._watched:

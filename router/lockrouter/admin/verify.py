@@ -124,6 +124,11 @@ class _Shard:
             )
         if meta.drained and meta.drained == meta.term_identity:
             self._add("drained", "the server is drained and grants nothing: switch over, or `lockrouter drain --undo`")
+        elif meta.drained:
+            text = (
+                "names a server that was drained before: it would grant nothing as primary; `lockrouter drain --undo`"
+            )
+            self._add("drained-before", text, warning=True)
         if meta.migration:
             text = f"a change of map is under way, or was left unfinished: {meta.migration.decode('utf-8', 'replace')}"
             self._add("migration", text, warning=True)

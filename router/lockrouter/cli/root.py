@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from lockrouter.cli import bench, cluster, demo, shards, sweep
+from lockrouter.cli import bench, cluster, demo, drain, shards, sweep
 
 __all__ = ["app"]
 
@@ -20,6 +20,7 @@ app.command()(shards.init)
 app.command()(shards.seed)
 app.command()(shards.verify)
 app.command()(shards.route)
+app.command()(drain.drain)
 app.command()(bench.bench)
 app.command()(sweep.sweep)
 app.command()(demo.demo)

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from sqlalchemy import TextClause, bindparam, text
 
 from lockrouter.sql.schema import lease_name, lock_name
+from lockrouter.sql.statements import MARIADB, MYSQL
 
 __all__ = [
     "ADD_BUCKET",
     "ALTER_USER",
     "CREATE_USER",
     "DATABASES",
+    "DRAIN",
     "GENERATED",
     "LOOK_AT_CLOCK",
     "READ_BUCKETS",
@@ -29,17 +31,23 @@ __all__ = [
     "SHOW_GRANTS",
     "TABLES",
     "TAKE_MUTEX",
+    "UNDRAIN",
+    "WINDOW_LEFT",
     "WRITE_META",
     "Grant",
     "add_generated_rows",
     "add_listed_rows",
     "application_grants",
+    "count_leases",
     "count_rows",
     "create_database",
     "examine_rows",
     "grant",
     "list_slots",
+    "list_unlocked",
     "quoted",
+    "read_identity",
+    "take_row",
     "use_database",
 ]
 
@@ -86,10 +94,21 @@ ALTER_USER = text("ALTER USER :user@:host IDENTIFIED BY :password")
 SHOW_GRANTS = text("SHOW GRANTS")
 """What the connected user may do; needs no privilege."""
 
+DRAIN = text("UPDATE lock_meta SET drained = :identity WHERE id = 1")
+"""Forbids the server of that identity to grant."""
+
+UNDRAIN = text("UPDATE lock_meta SET drained = '' WHERE id = 1 AND drained <> ''")
+"""Lets whoever was drained grant again."""
+
+WINDOW_LEFT = text(
+    "SELECT CAST(clock_high AS SIGNED) / 1000000 - UNIX_TIMESTAMP(SYSDATE(6)) FROM lock_meta WHERE id = 1"
+)
+"""Seconds until the server's clock has passed all that was reserved for grants."""
+
 SERVER_FACTS = text(
     "SHOW GLOBAL VARIABLES WHERE Variable_name IN ('read_only', 'super_read_only', 'innodb_read_only', 'wsrep_on',"
-    " 'group_replication_single_primary_mode', 'binlog_format', 'log_bin', 'version', 'hostname', 'server_id',"
-    " 'server_uuid', 'server_uid', 'rpl_semi_sync_source_enabled', 'rpl_semi_sync_master_enabled')"
+    " 'binlog_format', 'log_bin', 'version', 'hostname', 'server_id', 'server_uuid', 'server_uid')"
+    " OR Variable_name LIKE 'group\\_replication\\_%' OR Variable_name LIKE 'rpl\\_semi\\_sync\\_%'"
 )
 """Settings that decide whether a server may hold locks at all; a vendor's missing ones are simply absent."""
 
@@ -181,6 +200,31 @@ def examine_rows(table: int) -> TextClause:
 def list_slots(table: int) -> TextClause:
     """The slots that exist from `:low` to before `:high`. Locks nothing."""
     return text(f"SELECT slot FROM {lock_name(table)} WHERE slot >= :low AND slot < :high")
+
+
+def list_unlocked(table: int) -> TextClause:
+    """The same, of those that nobody has locked; they are locked themselves until this transaction ends."""
+    return text(
+        f"SELECT slot FROM {lock_name(table)} WHERE slot >= :low AND slot < :high ORDER BY slot FOR UPDATE SKIP LOCKED"
+    )
+
+
+def take_row(table: int) -> TextClause:
+    """Locks one row at once, or ends in an error that says busy."""
+    return text(f"SELECT slot FROM {lock_name(table)} WHERE slot = :slot FOR UPDATE NOWAIT")
+
+
+def count_leases(table: int) -> TextClause:
+    """How many leases of one table are held. Locks nothing."""
+    return text(
+        f"SELECT COUNT(*) FROM {lease_name(table)}"
+        " WHERE owner <> '' AND expires > CAST(UNIX_TIMESTAMP(SYSDATE(6)) * 1000000 AS UNSIGNED)"
+    )
+
+
+def read_identity(*, mariadb: bool) -> TextClause:
+    """What `lock_meta` calls the server that one is connected to."""
+    return text(f"SELECT {(MARIADB if mariadb else MYSQL).identity}")
 
 
 def add_generated_rows(table: int) -> TextClause:

@@ -155,7 +155,7 @@ MYSQL = Dialect(
     identity="@@server_uuid",
     uptime="(SELECT VARIABLE_VALUE FROM performance_schema.global_status WHERE VARIABLE_NAME = 'Uptime')",
     roles="@@global.super_read_only, @@global.innodb_read_only, "
-    "(SELECT CONCAT(SUM(MEMBER_STATE = 'ONLINE'), ' ', COUNT(*), ' ', "
+    "(SELECT CONCAT(SUM(MEMBER_STATE = 'ONLINE'), ' ', COUNT(*), ' ', SUM(MEMBER_ROLE = 'PRIMARY'), ' ', "
     "MAX(IF(MEMBER_ID = @@server_uuid, CONCAT(MEMBER_ROLE, ' ', MEMBER_STATE), ''))) "
     "FROM performance_schema.replication_group_members WHERE MEMBER_ID <> '')",
 )
@@ -204,6 +204,17 @@ def dialect_of(server_version: str) -> Dialect:
 SYSDATE_MOVES = query(b"SELECT SYSDATE(6), SLEEP(0.001), SYSDATE(6)")
 """The two clocks differ unless the server runs with --sysdate-is-now, whose clock is useless for tokens."""
 
+WRITERS = query(
+    b"SHOW GLOBAL VARIABLES WHERE Variable_name IN ('wsrep_on', 'group_replication_single_primary_mode',"
+    b" 'group_replication_group_name')"
+)
+"""The settings that make several servers writable at once; a vendor's or plug-in's missing ones are absent."""
+
+MEMBER_STATE = query(
+    b"SELECT MEMBER_STATE FROM performance_schema.replication_group_members WHERE MEMBER_ID = @@server_uuid"
+)
+"""What a server is in its replication group; no row, or OFFLINE: it has not joined it since it started."""
+
 NOW_MICROS = b"CAST(UNIX_TIMESTAMP(SYSDATE(6)) * 1000000 AS UNSIGNED)"
 
 
@@ -214,11 +225,15 @@ def probe_table(dialect: Dialect, table: int) -> bytes:
     return query(b"SET STATEMENT max_statement_time = 0.02 FOR SELECT 1 FROM lock_%02d WHERE slot = 4294967295" % table)
 
 
-def renew_window(window_us: int, term: int) -> bytes:
-    """The packet that keeps `clock_high` ahead of the server's clock; changes nothing while it is far enough ahead."""
+def renew_window(window_us: int, term: int, identity: bytes) -> bytes:
+    """The packet that keeps `clock_high` ahead of the server's clock; changes nothing while it is far enough ahead.
+
+    Nor does it once the server is drained, however late it comes.
+    """
     return query(
-        b"UPDATE lock_meta SET clock_high = %s + %d WHERE id = 1 AND term = %d AND clock_high < %s + %d"
-        % (NOW_MICROS, window_us, term, NOW_MICROS, window_us * 2 // 3)
+        b"UPDATE lock_meta SET clock_high = %s + %d WHERE id = 1 AND term = %d AND drained <> 0x%s "
+        b"AND clock_high < %s + %d"
+        % (NOW_MICROS, window_us, term, identity.hex().encode(), NOW_MICROS, window_us * 2 // 3)
     )
 
 
@@ -231,11 +246,15 @@ def adopt_restart(term: int, seen_started: int, started_us: int) -> bytes:
 
 
 def raise_term(seen_term: int, identity: bytes, started_us: int, window_us: int) -> bytes:
-    """The packet that starts the next term on this server; affects one row for exactly one of all who try."""
+    """The packet that starts the next term on this server; affects one row for exactly one of all who try.
+
+    None while the server is drained: a new term reserves a window, too.
+    """
+    name = identity.hex().encode()
     return query(
         b"UPDATE lock_meta SET term = term + 1, term_identity = 0x%s, server_started = %d, term_started = %s, "
-        b"clock_high = %s + %d WHERE id = 1 AND term = %d"
-        % (identity.hex().encode(), started_us, NOW_MICROS, NOW_MICROS, window_us, seen_term)
+        b"clock_high = %s + %d WHERE id = 1 AND term = %d AND drained <> 0x%s"
+        % (name, started_us, NOW_MICROS, NOW_MICROS, window_us, seen_term, name)
     )
 
 
