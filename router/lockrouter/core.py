@@ -41,6 +41,7 @@ _log = logging.getLogger("lockrouter")
 _BUSY, _HOLDING = State.BUSY, State.HOLDING
 _LOOK_EVERY = 0.05
 _LOOK_AFTER = 0.05
+_MEND_EVERY = 1.0
 _LATE = 0.03
 """Seconds past its end after which a wait for a reply is ended from outside; signals may have kept it alive."""
 
@@ -102,6 +103,8 @@ class Core:
         # What dropped handles hold, and what an interrupt has left half released; see `reap`.
         self.orphans: deque[tuple[Hold, bytes]] = deque()
         self.unfinished: deque[Hold] = deque()
+        # What is to be done about transactions whose context manager was dropped inside its block.
+        self.forsaken: deque[Callable[[], None]] = deque()
         self._limited = any(rule.max_hold is not None for rule in config.classes)
         self._watcher: Watcher | None = None
         self.metrics = Metrics.of(self._registry)
@@ -328,6 +331,11 @@ class Core:
                 self._finish(self.unfinished.popleft())
             except IndexError:
                 return
+        while self.forsaken:
+            try:
+                self.forsaken.popleft()()
+            except IndexError:
+                return
         while self.orphans:
             try:
                 hold, key = self.orphans.popleft()
@@ -442,9 +450,13 @@ class Core:
 
     def _look(self) -> Operation[None]:
         """Twenty times a second: find held sessions that ended, ping those that are due, release what was dropped."""
+        mended_at = 0.0
         while True:
             self.reap()
             self._look_at_limits()
+            if now() - mended_at > _MEND_EVERY:
+                mended_at = now()
+                self._mend()
             held = [
                 session
                 for shard in self.shards.values()
@@ -454,6 +466,13 @@ class Core:
             if held:
                 self._look_at(held)
             yield (SLEEP, self._end_late_waits(), None)
+
+    def _mend(self) -> None:
+        """Finish what interrupts may have left half done."""
+        self.gates.mend()
+        self.local_gates.mend()
+        for shard in self.shards.values():
+            shard.pool.mend()
 
     def _end_late_waits(self) -> float:
         """End waits for replies that should be over; returns when to look again."""

@@ -57,8 +57,8 @@ class Server:
 class Claim:
     """A check-out driven by hand."""
 
-    def __init__(self, pool: Pool, **options: Any) -> None:
-        self.operation = pool.check_out(now() + LONG, **options)
+    def __init__(self, pool: Pool, seconds: float = LONG, **options: Any) -> None:
+        self.operation = pool.check_out(now() + seconds, **options)
         self.session: Session | None = None
         self.over = False
         self.effect: Effect | None = None
@@ -200,7 +200,7 @@ def test_a_newcomer_does_not_overtake_who_waits(pool: Pool) -> None:
 
 def test_a_waiter_whose_time_is_up_is_given_nothing(pool: Pool) -> None:
     one, _ = out(pool), out(pool)
-    gone, next_one = Claim(pool), Claim(pool)
+    gone, next_one = Claim(pool, 0.0), Claim(pool)
     with pytest.raises(Exhausted):
         gone.go(False)
     pool.give_back(one)
@@ -212,6 +212,15 @@ def test_a_waiter_served_at_its_very_deadline_has_the_session(pool: Pool) -> Non
     one, _ = out(pool), out(pool)
     claim = Claim(pool)
     pool.give_back(one)
+    assert claim.go(False).session is one
+
+
+def test_a_waiter_that_was_not_woken_looks_for_itself(pool: Pool) -> None:
+    one, _ = out(pool), out(pool)
+    claim = Claim(pool)
+    assert claim.effect is not None and claim.effect[2] < now() + 2
+    pool._idle[one.lane].append(one)  # as an interrupt between giving it back and serving the queue leaves it
+    assert not claim.woken
     assert claim.go(False).session is one
 
 
@@ -349,7 +358,7 @@ def test_old_idle_sessions_are_taken_out_and_given_back(pool: Pool) -> None:
 
 def test_a_closed_pool_closes_what_is_idle_and_wakes_who_waits(pool: Pool) -> None:
     one, two = out(pool), out(pool)
-    claims = [Claim(pool) for _ in range(3)]
+    claims = [Claim(pool, 0.0), Claim(pool), Claim(pool)]
     with pytest.raises(Exhausted):
         claims[0].go(False)
     pool.close()

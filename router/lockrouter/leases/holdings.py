@@ -90,6 +90,14 @@ class Holdings:
             except IndexError:
                 return
 
+    def sweep(self) -> None:
+        """Give up what nobody has a handle of any more: an interrupt may have hit the finaliser itself."""
+        for entry in (*tuple(self.entries.values()), *tuple(self._leaving)):
+            if entry.handle is not None and entry.handle() is None:
+                self.drop(entry)
+                self.left(entry)
+        self.queues.mend(self._leaving)
+
     def take_out(self, entry: Entry) -> bool:
         """Under the mutex: the entry is released; False: it was already, or is lost."""
         with self._lock:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
 
 from lockrouter.deadline import Deadline, now
 from lockrouter.errors import LockTimeout
@@ -57,6 +59,8 @@ class Take:
         self.polls = False
         self.entry: Entry | None = None
         self.handle: Lease | None = None
+        # What the call consists of: it is over when that is.
+        self.operation: weakref.ref[Generator[Any, Any, Any]] | None = None
         self.began()
 
     def began(self) -> None:
@@ -75,6 +79,12 @@ class Take:
             self.leases.bury(self.shard, self.address.table, self.row, self.ttl)
             self.began()
         self.since = None
+
+    @property
+    def gone(self) -> bool:
+        """True once the call that asks has ended, however it did."""
+        operation = self.operation() if self.operation is not None else None
+        return operation is None or operation.gi_frame is None
 
     @property
     def until(self) -> float:

@@ -118,7 +118,9 @@ class Leases(Holdings):
         stats, segment = self.shards[where.shard].stats.lease, self._core.segments[where.bucket]
         outcome = "error"
         try:
-            entry = drive(take(ask))
+            operation = take(ask)
+            ask.operation = weakref.ref(operation)
+            entry = drive(operation)
             outcome = "busy" if entry is None else "acquired"
         except LockTimeout:
             outcome = "timeout"

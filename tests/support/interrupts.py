@@ -1,0 +1,60 @@
+"""Interrupts at every instant at which the interpreter would throw one into a call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pymysql
+import sqlalchemy
+
+import lockrouter
+
+from .observe import in_thread
+
+__all__ = ["Interrupt", "interrupted"]
+
+_WATCHED = tuple(str(Path(package.__file__).parent) for package in (lockrouter, sqlalchemy, pymysql))
+
+
+class Interrupt(BaseException):
+    """What is thrown into a thread from outside."""
+
+
+class _Interrupter:
+    """Raises `Interrupt` once in the profiled thread: at instant `at` of those at which the interpreter would.
+
+    It looks for signals and asynchronous errors where a function begins and where a call of a C function has returned;
+    between two lines, or between a `with` statement's last line and its exit, it does not.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+        self.place: str | None = None
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        if self.place is None and event in ("call", "c_return") and code.co_filename.startswith(_WATCHED):
+            if self.left == 0:
+                self.place = f"{Path(code.co_filename).name}:{frame.f_lineno} ({code.co_qualname}, {event} {arg})"
+                raise Interrupt
+            self.left -= 1
+
+
+def interrupted(call: Callable[[], object], at: int) -> str | None:
+    """Run `call` in a thread, interrupted at instant `at`; answers where that was, or None if it was over before."""
+    interrupter = _Interrupter(at)
+
+    def run() -> None:
+        sys.setprofile(interrupter)
+        try:
+            call()
+        except Interrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+
+    in_thread(run).result()
+    return interrupter.place
