@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from lockrouter import LockLost, LockRouter, LockTimeout, NotSeeded, ShardUnavai
 from lockrouter.deadline import now
 from lockrouter.protocol.effects import drive
 from lockrouter.protocol.packets import Rows, query
+from lockrouter.sql.leases import Wanted, take
 from lockrouter.sql.statements import MARIADB, MYSQL
 from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
@@ -37,6 +39,24 @@ def key(router: LockRouter) -> str:
 def sent(proxy: Proxy, what: bytes) -> int:
     """How often clients have sent that."""
     return sum(link.said.count(what) for link in tuple(proxy._links))
+
+
+def test_a_lease_that_is_asked_for_again_stays_as_it_was_taken(
+    router: LockRouter, server: Observer, vendor: Vendor, key: str
+) -> None:
+    """As after a lost reply: the same owner id, token and time of acquisition; it can only be prolonged."""
+    address = router.route(key)
+    digest, owner, table = secrets.token_bytes(16), secrets.token_bytes(16), f"lease_{address.table:02d}"
+    wanted = Wanted(address.bucket, digest, 1, key.encode(), owner, 0, 30_000_000, b"")
+    packet = take(MYSQL if vendor is Vendor.MYSQL else MARIADB, address.table, [wanted], 500_000)
+    rows = []
+    for _ in range(2):
+        server.ask(packet[5:].decode("ascii"))
+        rows += server.ask(f"SELECT owner, token, acquired, expires FROM {table} WHERE k = %s", digest)
+    server.ask(f"DELETE FROM {table} WHERE k = %s", digest)
+    (*first, expires), (*second, later) = rows
+    assert first[0] == owner and first == second
+    assert later > expires
 
 
 # -- what is locked ---------------------------------------------------------------------------------------------------

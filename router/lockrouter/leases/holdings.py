@@ -131,7 +131,8 @@ class Holdings:
                 return False
             entry.lost = reason
             self.entries.pop(entry.row.owner, None)
-            callbacks, entry.callbacks = entry.callbacks, []
+            handle = entry.handle() if entry.handle is not None else None
+            callbacks = () if handle is None else handle.callbacks
         entry.shard.stats.count_lost("lease", reason.value)
         _log.warning("lease lost: key %s on shard %s: %s", self.shown(entry.key), entry.shard.id, reason.value)
         for callback in callbacks:
@@ -144,10 +145,14 @@ class Holdings:
         return True
 
     def subscribe(self, entry: Entry, callback: Callable[[LossReason], object]) -> LossReason | None:
-        """Have `callback` called when the lease is lost; the reason if it is, and nothing will be called then."""
+        """Have `callback` called when the lease is lost; the reason if it is, and nothing will be called then.
+
+        Its handle keeps the callback: one that refers to the handle must not keep it from being dropped.
+        """
         with self._lock:
-            if entry.held:
-                entry.callbacks.append(callback)
+            handle = entry.handle() if entry.handle is not None else None
+            if entry.held and handle is not None:
+                handle.callbacks += (callback,)
             return entry.lost
 
     def renewed(self, entry: Entry, answer: Answer, sent_at: float, ttl: float) -> LossReason | None:

@@ -228,10 +228,13 @@ def read_bucket(bucket: int) -> bytes:
 
 
 def bucket_state(reply: Reply) -> tuple[bool, str]:
-    """Whether the bucket that `read_bucket` asked for is open there, and the shard it went to, "" if none is known."""
+    """Whether the bucket that was asked for is open there, and the shard it went to, "" if none is known.
+
+    Of `read_bucket`, and of every statement that reads the same columns first.
+    """
     if not isinstance(reply, Rows) or not reply.rows:
         return False, ""
-    epoch, moved_to = reply.rows[0]
+    epoch, moved_to = reply.rows[0][:2]
     return epoch not in (b"0", None), (moved_to or b"").decode("ascii", "replace")
 
 
