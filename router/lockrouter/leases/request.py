@@ -39,6 +39,7 @@ class Take:
         payload: bytes,
         keep_alive: bool,
         rule: ResolvedClass | None,
+        until: float | None = None,
     ) -> None:
         self.leases = leases
         self.kind = kind
@@ -53,6 +54,8 @@ class Take:
         self.rule = rule
         self.thing = running()
         self.wait = deadline.timeout > 0
+        # The end of everything that is not waiting for another holder.
+        self.until = deadline.at if self.wait else until or deadline.started + leases.config.pool.connect_timeout
         self.shard: Shard = leases.shards[address.shard]
         self.waiter = Waiter()
         # True once the lease is known to be held elsewhere: this caller looks again and again.
@@ -85,11 +88,6 @@ class Take:
         """True once the call that asks has ended, however it did."""
         operation = self.operation() if self.operation is not None else None
         return operation is None or operation.gi_frame is None
-
-    @property
-    def until(self) -> float:
-        """The end of everything that is not waiting for another holder."""
-        return self.deadline.at if self.wait else self.deadline.started + self.shard.config.pool.connect_timeout
 
     def timed_out(self) -> LockTimeout:
         """The error of a lease that stayed held, naming who holds it where that is known."""

@@ -125,10 +125,11 @@ class Place:
         return sum(part.isdigit() and int(part) >= least for part in parts)
 
 
-def take(place: Place, *, ttl: float, rule: ResolvedClass | None = None) -> OwnLease | None:
+def take(place: Place, *, ttl: float, rule: ResolvedClass | None = None, until: float | None = None) -> OwnLease | None:
     """The lease, kept alive until it is released, if it is free now; None: somebody holds it.
 
-    Its payload says to operators, and to who is kept out, which process has it.
+    Its payload says to operators, and to who is kept out, which process has it. The shard must answer until `until`;
+    None: within `connect_timeout`.
 
     Raises:
         ShardError: the shard does not answer.
@@ -144,6 +145,7 @@ def take(place: Place, *, ttl: float, rule: ResolvedClass | None = None) -> OwnL
         address=place.address,
         name=place.name,
         make=OwnLease,
+        until=until,
     )
     assert lease is None or isinstance(lease, OwnLease)
     return lease
