@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from lockrouter import SKIPPED, InProgress, LockRouter, LockRouterError, core
+from lockrouter import SKIPPED, InProgress, LockLost, LockRouter, LockRouterError, core
 from lockrouter.leases import keeper
 from lockrouter.session import Gone
 from tests.support.accounts import engine_of
@@ -189,6 +190,30 @@ def again(form: Callable[[Stage], None], stage: Stage, seconds: float = 3.0) -> 
             return repr(error)
         else:
             return None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_statement_that_was_interrupted_is_never_answered_by_another_ones_reply(routers: Routers) -> None:
+    """Where the body swallows the interrupt and goes on, as after `gevent.Timeout`."""
+    router = routers.make()
+    key = keys_on(router, SHARD, prefix="swallowed")[0]
+    at, struck, answered = 0, True, 0
+    while struck:
+        try:
+            with router.transaction(key, timeout=5.0) as connection:
+
+                def ask(number: int, connection: Connection = connection) -> int:
+                    return int(connection.exec_driver_sql(f"SELECT {number}").scalar_one())
+
+                struck = interrupted(lambda: ask(41), at) is not None
+                assert ask(42) == 42
+                assert ask(43) == 43
+                answered += 1
+        except (LockLost, SQLAlchemyError):
+            pass
+        at += 1
+    assert 1 < answered < at
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

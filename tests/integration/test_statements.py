@@ -13,7 +13,8 @@ from dbutils.steady_db import SteadyDBConnection
 from lockrouter import LockLost, LockRouter, LockTimeout, NotSeeded, ShardUnavailable, session
 from lockrouter.deadline import now
 from lockrouter.protocol.effects import drive
-from lockrouter.protocol.packets import Rows, query
+from lockrouter.protocol.packets import PING, Rows, query
+from lockrouter.protocol.wire import Wire
 from lockrouter.sql.leases import Wanted, take
 from lockrouter.sql.statements import MARIADB, MYSQL
 from lockrouter.testing.binaries import Vendor
@@ -142,6 +143,27 @@ def test_a_wait_sends_its_statement_once_and_takes_what_it_says(routers: Routers
         assert far.try_lock(key) is None
         assert sent(proxy, b"FOR UPDATE") - before == waited + 1
     assert sent(proxy, b"\x03BEGIN") == sent(proxy, b"\x03COMMIT") == 0
+
+
+def test_a_check_and_a_confirmed_release_are_one_round_trip_each(
+    router: LockRouter, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = router.lock(key, timeout=5.0)
+    session = held._held.session
+    assert session is not None
+    trains: list[bytes] = []
+    send = Wire.send
+
+    def noted(wire: Wire, data: bytes) -> None:
+        if wire is session.wire and data != PING:
+            trains.append(data)
+        send(wire, data)
+
+    monkeypatch.setattr(Wire, "send", noted)
+    held.check()
+    assert len(trains) == 1
+    held.release(confirm=True)
+    assert len(trains) == 2 and b"ROLLBACK" in trains[1]
 
 
 def test_the_driver_and_its_pool_repair_nothing_by_themselves(router: LockRouter, key: str, server: Observer) -> None:

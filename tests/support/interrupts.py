@@ -16,7 +16,7 @@ from .observe import in_thread
 
 __all__ = ["Interrupt", "interrupted"]
 
-_WATCHED = tuple(str(Path(package.__file__).parent) for package in (lockrouter, sqlalchemy, pymysql))
+_WATCHED = tuple(folder for package in (lockrouter, sqlalchemy, pymysql) for folder in package.__path__)
 
 
 class Interrupt(BaseException):

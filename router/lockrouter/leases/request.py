@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,7 @@ class Take:
     def gone(self) -> bool:
         """True once the call that asks has ended, however it did."""
         operation = self.operation() if self.operation is not None else None
-        return operation is None or operation.gi_frame is None
+        return operation is None or inspect.getgeneratorstate(operation) == inspect.GEN_CLOSED
 
     def timed_out(self) -> LockTimeout:
         """The error of a lease that stayed held, naming who holds it where that is known."""
