@@ -719,10 +719,10 @@ def _in_outage(ask: Ask) -> Operation[Hold | None]:
     gates = core.local_gates
     request = Request(ask.address.slot, ask.key, ask.thing, None, ())
     request.shared = ask.shared
-    place = gates.enter(request, wait=ask.wait)
-    if place is Place.BUSY:
-        return None
     try:
+        place = gates.enter(request, wait=ask.wait)
+        if place is Place.BUSY:
+            return None
         if place is Place.QUEUED:
             place = yield from queue_at(ask, gates, request)
         if place is Place.GONE:
@@ -731,6 +731,6 @@ def _in_outage(ask: Ask) -> Operation[Hold | None]:
         ask.local.shared = ask.shared
         gates.granted(request, ask.local)
     except BaseException:
-        gates.leave_queue(request)
+        gates.forsake(request)
         raise
     return ask.local
