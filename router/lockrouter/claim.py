@@ -143,8 +143,9 @@ class Claim:
             session.die()
             self.lose(LossReason.TRANSACTION_ENDED)
         else:
-            session.hold = None
-            self.shard.pool.give_back(session, self._lease)
+            if session.lease == self._lease:  # given back before, it may be another's by now
+                session.hold = None
+                self.shard.pool.give_back(session, self._lease)
             for hold in reversed(holds):
                 core.gates.leave(hold)
         self.open = False
@@ -155,8 +156,8 @@ class Claim:
             return
         if self._taken:
             session = self.session
-            session.connection.take_back()
             if session.lease == self._lease:
+                session.connection.take_back()
                 session.die()
                 self.shard.kill(session)  # what may still run in it would keep the rows until it ends
             self._leave()
