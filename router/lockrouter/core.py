@@ -425,8 +425,10 @@ class Core:
     def _tell(self, hold: Hold, reason: LossReason) -> None:
         hold.shard.stats.count_lost("local" if hold.local else hold.mode, reason.value)
         _log.warning("lock lost: row %d on shard %s: %s", hold.slot, hold.shard.id, reason.value)
-        for callback in hold.callbacks:
-            self._call_back(callback, reason, "lockrouter-on-lost")
+        for found in hold.callbacks:
+            told = found()
+            if told is not None:
+                self._call_back(told.callback, reason, "lockrouter-on-lost")
 
     def _call_back(self, callback: Callable[[Any], object], what: object, name: str) -> None:
         try:

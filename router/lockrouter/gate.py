@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import enum
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Protocol
@@ -30,7 +31,7 @@ from lockrouter.errors import LossReason, NotHeld, Overloaded, RouterClosed, Wou
 from lockrouter.protocol.effects import Waiter
 from lockrouter.session import Session
 
-__all__ = ["Gates", "Group", "Hold", "Party", "Place", "Request", "Share", "StepBack"]
+__all__ = ["Gates", "Group", "Hold", "Party", "Place", "Request", "Share", "StepBack", "Told"]
 
 
 class Place(enum.Enum):
@@ -64,7 +65,7 @@ class Hold:
     max_hold: float | None = None
     kill = False
     overdue = told = False
-    callbacks: tuple[Callable[[LossReason], object], ...] = ()
+    callbacks: tuple[weakref.ref[Told], ...] = ()
     # Keys of this row that were held and released inside this hold.
     seen: frozenset[bytes] = frozenset()
     mode = "row"
@@ -109,6 +110,17 @@ class Handle(Protocol):
 
     attached: bool
     generation: object
+
+
+class Told:
+    """A callback for the loss of a hold, kept by the handle it was given to, and by nobody else: one that refers to its
+    handle must not keep that from being dropped.
+    """
+
+    __slots__ = ("__weakref__", "callback")
+
+    def __init__(self, callback: Callable[[LossReason], object]) -> None:
+        self.callback = callback
 
 
 class Share:
@@ -603,11 +615,11 @@ class Gates:
             hold.lost = reason
             return True
 
-    def subscribe(self, hold: Hold, callback: Callable[[LossReason], object]) -> LossReason | None:
+    def subscribe(self, hold: Hold, told: Told) -> LossReason | None:
         """Add a callback for the loss; returns the reason instead when the hold is lost already."""
         with self._lock:
             if hold.lost is None:
-                hold.callbacks += (callback,)
+                hold.callbacks += (weakref.ref(told),)
             return hold.lost
 
     def holder_of(self, slot: int) -> Hold | None:

@@ -33,6 +33,7 @@ from lockrouter.errors import (
     LossReason,
     OutcomeUnknown,
 )
+from lockrouter.gate import Told
 from lockrouter.guarded import GuardedConnection
 from lockrouter.lent import LentSession
 from lockrouter.lockset import name_keys, strictest
@@ -102,6 +103,7 @@ class Block:
         self._ended_well = False
         self._cause: BaseException | None = None
         self._reason: LossReason | None = None
+        self._told: tuple[Told, ...] = ()
 
     # -- entering -----------------------------------------------------------------------------------------------
 
@@ -190,9 +192,12 @@ class Block:
 
     def on_lost(self, callback: Callable[[LossReason], object]) -> None:
         """As `TransactionLock.on_lost`."""
-        reason = self.reason() or self._core.gates.subscribe(self.claim.first, callback)
+        told = Told(callback)
+        reason = self.reason() or self._core.gates.subscribe(self.claim.first, told)
         if reason is not None:
             callback(reason)
+        else:
+            self._told += (told,)
 
     # -- leaving ------------------------------------------------------------------------------------------------
 
