@@ -243,7 +243,7 @@ class Pool:
         with self._lock:
             if lease is not None and session.lease != lease:
                 return
-            keep = keep and not self._closed and len(self.sessions) + len(self._opening) <= self.size
+            keep = keep and not self._closed and len(self.sessions) <= self.size
             # No call stands between these and the next: an interrupt finds the session given back, or not.
             session.lease += 1
             session.borrower = None
