@@ -165,9 +165,10 @@ class Pool:
         """Under `_lock`: end an idle session of any lane, to open another on its place."""
         for idle in self._idle:
             if idle:
-                session = idle.pop(0)
-                self.sessions.discard(session)
+                session = idle[0]
                 session.die()
+                self.sessions.discard(session)
+                del idle[0]
                 return True
         return False
 
