@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -12,9 +13,10 @@ import pytest
 from pymysql.connections import Connection
 
 from lockrouter.deadline import now
-from lockrouter.pool import Exhausted, Pool, PoolClosed
+from lockrouter.pool import Borrower, Exhausted, Pool, PoolClosed
 from lockrouter.protocol.effects import WAIT, Effect, Operation, Waiter, drive
 from lockrouter.session import ROWS, Gone, Session, State
+from tests.support.interrupts import interrupted
 
 LONG = 1e6
 
@@ -244,6 +246,44 @@ def test_an_interrupted_waiter_passes_on_what_it_was_given(pool: Pool, served: s
     assert (next_one.served() is one) == (served != "with leave to open")
     pool.give_back(two)
     assert counts(pool) == (1, 1, 0)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("scene", ["idle", "to be opened", "dead", "waited for"])
+def test_an_interrupt_at_any_instant_costs_no_place(server: Server, scene: str) -> None:
+    """Of a call that borrows a session and gives it back, with and without another one that waits for it."""
+
+    def call(pool: Pool) -> None:
+        borrower = Borrower()
+        session = drive(pool.check_out(now() + 1.0, borrower=weakref.ref(borrower)))
+        try:
+            if scene == "dead":
+                session.die()
+        finally:
+            pool.give_back(session)
+
+    at, struck = 0, True
+    while struck:
+        pool = Pool(1, server.open_one)
+        if scene != "to be opened":
+            pool.give_back(out(pool))
+        held = out(pool) if scene == "waited for" else None
+        waiting = Claim(pool) if held is not None else None
+
+        if held is None or waiting is None:
+            struck = interrupted(lambda: call(pool), at) is not None  # noqa: B023 - called now
+            pool.mend()
+        else:
+            lease = held.lease
+            struck = interrupted(lambda: pool.give_back(held, lease), at) is not None  # noqa: B023 - called now
+            pool.give_back(held, lease)  # as whoever cleans up does
+            assert waiting.go(True).session is not None
+            pool.give_back(waiting.session)
+        pool.give_back(out(pool, wait=False))
+        assert counts(pool) == (1, 0, 0)
+        pool.close()
+        at += 1
+    assert at > 4
 
 
 def test_an_owner_of_a_session_may_exceed_the_size_by_as_much_and_never_waits(pool: Pool) -> None:
