@@ -141,7 +141,13 @@ def lease(stage: Stage) -> None:
 ROWS = [lock, confirmed, shared, nested, lock_all]
 TRANSACTIONS = [transaction, failing_transaction, nested_in_a_transaction, run, lock_in, once_in_a_transaction, promote]
 LEASES = [lease, once, guard, guard_at_least, election, semaphore]
-EVERY = {once_in_a_transaction: 3, promote: 3, guard_at_least: 5, once: 3, semaphore: 11}
+EVERY: dict[Callable[[Stage], None], int] = {
+    once_in_a_transaction: 3,
+    promote: 3,
+    guard_at_least: 5,
+    once: 3,
+    semaphore: 11,
+}
 """Of the forms with very many instants, or slow ones, only one in so many is struck."""
 
 

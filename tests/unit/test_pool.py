@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import socket
 import threading
@@ -275,7 +276,7 @@ def test_an_interrupt_at_any_instant_costs_no_place(server: Server, scene: str) 
             pool.mend()
         else:
             lease = held.lease
-            struck = interrupted(lambda: pool.give_back(held, lease), at) is not None  # noqa: B023 - called now
+            struck = interrupted(functools.partial(pool.give_back, held, lease), at) is not None
             pool.give_back(held, lease)  # as whoever cleans up does
             assert waiting.go(True).session is not None
             pool.give_back(waiting.session)
