@@ -278,8 +278,9 @@ def test_an_interrupt_at_any_instant_costs_no_place(server: Server, scene: str) 
             lease = held.lease
             struck = interrupted(functools.partial(pool.give_back, held, lease), at) is not None
             pool.give_back(held, lease)  # as whoever cleans up does
-            assert waiting.go(True).session is not None
-            pool.give_back(waiting.session)
+            served = waiting.go(True).session
+            assert served is not None
+            pool.give_back(served)
         pool.give_back(out(pool, wait=False))
         assert counts(pool) == (1, 0, 0)
         pool.close()
