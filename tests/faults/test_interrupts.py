@@ -6,6 +6,7 @@ by another one, and nothing of the call is left in the process.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from lockrouter import SKIPPED, InProgress, LockLost, LockRouter, LockRouterError, core
+from lockrouter import SKIPPED, InProgress, LockLost, LockRouter, LockRouterError, LockTimeout, ShardError, core
 from lockrouter.leases import keeper
 from lockrouter.session import Gone
 from tests.support.accounts import engine_of
@@ -33,6 +34,7 @@ class Stage(NamedTuple):
     """What a form is played with."""
 
     router: LockRouter
+    holder: LockRouter
     key: str
     second: str
     engine: Engine
@@ -60,6 +62,20 @@ def nested(stage: Stage) -> None:
 
 def lock_all(stage: Stage) -> None:
     with stage.router.lock_all([stage.key, stage.second], timeout=3.0):
+        pass
+
+
+def timed_out(stage: Stage) -> None:
+    with stage.holder.lock(stage.key, timeout=3.0), contextlib.suppress(LockTimeout, ShardError):
+        stage.router.lock(stage.key, timeout=0.01)
+
+
+def timed_out_transaction(stage: Stage) -> None:
+    with (
+        stage.holder.lock(stage.second, timeout=3.0),
+        contextlib.suppress(LockTimeout, ShardError),
+        stage.router.transaction([stage.key, stage.second], timeout=0.01),
+    ):
         pass
 
 
@@ -138,9 +154,9 @@ def lease(stage: Stage) -> None:
         pass
 
 
-ROWS = [lock, confirmed, shared, nested, lock_all]
-TRANSACTIONS = [transaction, failing_transaction, nested_in_a_transaction, run, lock_in, once_in_a_transaction, promote]
-LEASES = [lease, once, guard, guard_at_least, election, semaphore]
+ROWS = [lock, confirmed, shared, nested, lock_all, timed_out, promote]
+TRANSACTIONS = [transaction, failing_transaction, nested_in_a_transaction, timed_out_transaction, run, lock_in]
+LEASES = [lease, once, once_in_a_transaction, guard, guard_at_least, election, semaphore]
 EVERY: dict[Callable[[Stage], None], int] = {
     once_in_a_transaction: 3,
     promote: 3,
@@ -243,29 +259,30 @@ def test_an_interrupt_at_any_instant_leaves_nothing(
         "router": {"close_timeout": 0.1, "on_outage": "local"},
         "breaker": {"probe_after": 0.02},
     }
-    router, other = routers.make(**settings), routers.make()
+    router, other, holder = routers.make(**settings), routers.make(), routers.make()
     key, second = keys_on(router, SHARD, 2, prefix=f"interrupt:{form.__name__}")
-    for caller in (router, other):
+    for caller in (router, other, holder):
         caller.warm()
-        form(Stage(caller, key, second, engine))
+    for caller in (router, other):
+        form(Stage(caller, holder, key, second, engine))
     stuck: dict[str, object] = {}
     for at in range(0, 50_000, EVERY.get(form, 1)):
         server = routers.observers[SHARD]
         server.ask("DELETE FROM once")
-        place = interrupted(lambda: form(Stage(router, key, second, engine)), at)  # noqa: B023 - called now
+        place = interrupted(lambda: form(Stage(router, holder, key, second, engine)), at)  # noqa: B023 - called now
         if place is None:
             break
         server.ask("DELETE FROM once")
-        trouble = quiet(router) or [
+        trouble = (quiet(router) + quiet(holder)) or [
             f"{who}: {met}"
             for who, caller in (("other", other), ("same", router))
-            if (met := again(form, Stage(caller, key, second, engine)))
+            if (met := again(form, Stage(caller, holder, key, second, engine)))
         ]
         if trouble:
             stuck[place] = trouble
             router.close()
             router = routers.make(**settings)
             router.warm()
-            form(Stage(router, key, second, engine))
+            form(Stage(router, holder, key, second, engine))
     assert at > 50, "the instants were not found"
     assert not stuck, f"{len(stuck)} of {at}"
