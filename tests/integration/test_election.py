@@ -132,6 +132,9 @@ def test_a_dropped_election_leaves_with_a_warning(router: LockRouter, other: Loc
 
     with pytest.warns(ResourceWarning, match="dropped without leaving"):
         stand()
+        for thread in threading.enumerate():
+            if thread.name == "lockrouter-election-told":
+                thread.join(5.0)
         gc.collect()
     with other.election(name, ttl=5) as candidate:
         assert candidate.wait(5.0)

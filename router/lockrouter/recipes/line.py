@@ -42,6 +42,7 @@ PLACE_TTL = 1.5
 
 _POLL = 0.004
 _SLOWEST_POLL = 0.25
+_AFTER_FREE = 0.002
 _PART = 8
 """Of the time a caller has waited, this part may pass until it looks again."""
 _COUNT_AGAIN = 1.0
@@ -192,7 +193,7 @@ class Line:
             permit=random.choice(free[before:]) if before < len(free) else None,
             before=before,
             places=[place for place in self._places if place.digest not in seen],
-            expiry=max(_POLL, min(left, default=_SLOWEST_POLL) + self.core.config.router.clock_skew),
+            expiry=min(left, default=_SLOWEST_POLL) + self.core.config.router.clock_skew + _AFTER_FREE,
         )
 
     def _is_before(self, other: Held | None, ticket: OwnLease | None) -> bool:
