@@ -456,6 +456,10 @@ class Core:
         while True:
             self.reap()
             self._look_at_limits()
+            for shard in self.shards.values():
+                if shard.interrupting:
+                    shard.interrupting = False
+                    shard.interrupt_waiters()
             if now() - mended_at > _MEND_EVERY:
                 mended_at = now()
                 self._mend()

@@ -72,6 +72,9 @@ class Shard:
         self.waiting_for = "the shard has not been asked yet"
         self.cause: BaseException | None = None
         self.clock_fell = False
+        # Set when the breaker opens: the background is to call `interrupt_waiters`. The caller who found out might be
+        # interrupted itself, with the mutex of another one's session in its hands.
+        self.interrupting = False
         self.frozen: tuple[bytes, ...] = ()
         self.stats = ShardStats()
         self.breaker = Breaker(config.breaker.failures, config.breaker.probe_after)
@@ -257,7 +260,7 @@ class Shard:
             _log.warning("shard %s: does not answer, breaker open: %s", self.id, error)
             self.rights = None
             self.waiting_for = f"the shard does not answer: {error}"
-            self.interrupt_waiters()
+            self.interrupting = True
             self._wake()
 
     def interrupt_waiters(self) -> None:

@@ -159,7 +159,7 @@ TRANSACTIONS = [transaction, failing_transaction, nested_in_a_transaction, timed
 LEASES = [lease, once, once_in_a_transaction, guard, guard_at_least, election, semaphore]
 EVERY: dict[Callable[[Stage], None], int] = {
     once_in_a_transaction: 3,
-    promote: 3,
+    promote: 7,
     guard_at_least: 5,
     once: 3,
     semaphore: 11,
@@ -256,10 +256,10 @@ def test_an_interrupt_at_any_instant_leaves_nothing(
     monkeypatch.setattr(core, "_MEND_EVERY", 0.05)
     monkeypatch.setattr(keeper, "_SWEEP_EVERY", 0.05)
     settings: dict[str, Any] = {
-        "router": {"close_timeout": 0.1, "on_outage": "local"},
+        "router": {"close_timeout": 0.1, "on_outage": "local", "role_check": 0.1},
         "breaker": {"probe_after": 0.02},
     }
-    router, other, holder = routers.make(**settings), routers.make(), routers.make()
+    router, other, holder = (routers.make(**settings) for _ in range(3))
     key, second = keys_on(router, SHARD, 2, prefix=f"interrupt:{form.__name__}")
     for caller in (router, other, holder):
         caller.warm()
