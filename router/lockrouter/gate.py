@@ -592,10 +592,12 @@ class Gates:
         """Finish what interrupts have left half done: whoever is next goes on, and is told so."""
         with self._lock:
             for slot, gate in tuple(self._gates.items()):
-                self._advance(gate, slot)
-                for lead in (gate.lead, *gate.reader_leads):
-                    if isinstance(lead, Request):
-                        _wake(lead)
+                if gate.queue or (gate.holder is None and gate.lead is None):
+                    self._advance(gate, slot)
+                if isinstance(gate.lead, Request):
+                    _wake(gate.lead)
+                for reader in gate.reader_leads:
+                    _wake(reader)
 
     def lose(self, session: Session, reason: LossReason) -> list[Hold]:
         """Mark who holds through `session` now as lost, once, and return them; their gates stay closed."""
