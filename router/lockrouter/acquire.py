@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import weakref
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from lockrouter import tokens
@@ -34,12 +35,12 @@ from lockrouter.errors import (
 )
 from lockrouter.gate import Gates, Hold, Place, Request
 from lockrouter.owners import describe, own_holds, running
-from lockrouter.pool import Exhausted, PoolClosed
+from lockrouter.pool import Borrower, Exhausted, PoolClosed
 from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Reply, Rows, is_off
 from lockrouter.routing import Routing
 from lockrouter.session import ROWS, Answered, Gone, Session, Silent, State, driver_error
-from lockrouter.sql.statements import MAX_STATEMENT_WAIT, probe_table, read_bucket
+from lockrouter.sql.statements import MAX_STATEMENT_WAIT, bucket_state, probe_table, read_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -118,7 +119,7 @@ class Ask(Request):
     # True where the rows must be on the shard that the map names: nothing is followed that has moved.
     fixed = False
     # Where a closed row's bucket went, by the shard that was asked last, and how often that was followed.
-    moved_to = b""
+    moved_to = ""
     hops = 0
     # What the quick path met and left to the steps below: an error, or a session whose reply is not all decoded yet.
     early: Gone | Silent | Sent | None = None
@@ -421,8 +422,9 @@ def _give_up_waiting(ask: Ask, outcome: Unlocked, *, stalled: bool) -> Operation
 
 def _metadata_locked(ask: Ask) -> Operation[bool]:
     """Tell a table under a metadata lock from a busy row, for waits too short for the server to tell: one more trip."""
+    borrower = Borrower()
     try:
-        session = yield from ask.shard.pool.check_out(now() + GRACE, wait=False)
+        session = yield from ask.shard.pool.check_out(now() + GRACE, wait=False, borrower=weakref.ref(borrower))
     except (Exhausted, PoolClosed, Gone, Silent, Answered):
         return False
     try:
@@ -562,7 +564,7 @@ def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Se
 def read_moved_to(ask: Ask, session: Session) -> Operation[None]:
     """Learn, on the session that found the row closed, what its shard knows of the bucket."""
     reply = yield from session.exchange(read_bucket(ask.address.bucket), now() + ask.shard.config.pool.connect_timeout)
-    ask.moved_to = (reply.rows[0][0] or b"") if isinstance(reply, Rows) and reply.rows else b""
+    _, ask.moved_to = bucket_state(reply)
 
 
 def follow(ask: Ask) -> Operation[None]:
@@ -572,7 +574,7 @@ def follow(ask: Ask) -> Operation[None]:
         TopologyMismatch: the shard file does not list that shard, or the bucket did not open in time.
     """
     core, shard = ask.core, ask.shard
-    target = core.shards.get(ask.moved_to.decode("ascii", "replace"))
+    target = core.shards.get(ask.moved_to)
     left = ask.io_until - now()
     if target is shard or ask.fixed or left <= 0 or (target is None and (ask.moved_to or not ask.hops)):
         raise closed_error(ask)
@@ -587,7 +589,7 @@ def follow(ask: Ask) -> Operation[None]:
 
 def closed_error(ask: Ask) -> TopologyMismatch:
     """The error of a row that may not be locked where it was looked for."""
-    where = f", to shard {ask.moved_to.decode('ascii', 'replace')}" if ask.moved_to else ""
+    where = f", to shard {ask.moved_to}" if ask.moved_to else ""
     return TopologyMismatch(
         f"bucket {ask.address.bucket} is closed on this shard: it has moved, or is moving{where}", shard=ask.shard.id
     )
@@ -725,10 +727,10 @@ def _in_outage(ask: Ask) -> Operation[Hold | None]:
     gates = core.local_gates
     request = Request(ask.address.slot, ask.key, ask.thing, None, ())
     request.shared = ask.shared
-    place = gates.enter(request, wait=ask.wait)
-    if place is Place.BUSY:
-        return None
     try:
+        place = gates.enter(request, wait=ask.wait)
+        if place is Place.BUSY:
+            return None
         if place is Place.QUEUED:
             place = yield from queue_at(ask, gates, request)
         if place is Place.GONE:
@@ -737,6 +739,6 @@ def _in_outage(ask: Ask) -> Operation[Hold | None]:
         ask.local.shared = ask.shared
         gates.granted(request, ask.local)
     except BaseException:
-        gates.leave_queue(request)
+        gates.forsake(request)
         raise
     return ask.local

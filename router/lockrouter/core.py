@@ -40,6 +40,7 @@ _log = logging.getLogger("lockrouter")
 _BUSY, _HOLDING = State.BUSY, State.HOLDING
 _LOOK_EVERY = 0.05
 _LOOK_AFTER = 0.05
+_MEND_EVERY = 1.0
 _LATE = 0.03
 """Seconds past its end after which a wait for a reply is ended from outside; signals may have kept it alive."""
 
@@ -101,6 +102,8 @@ class Core:
         # What dropped handles hold, and what an interrupt has left half released; see `reap`.
         self.orphans: deque[tuple[Hold, bytes]] = deque()
         self.unfinished: deque[Hold] = deque()
+        # What is to be done about transactions whose context manager was dropped inside its block.
+        self.forsaken: deque[Callable[[], None]] = deque()
         self._limited = any(rule.max_hold is not None for rule in config.classes)
         self._watcher: Watcher | None = None
         self.metrics = Metrics.of(self._registry)
@@ -331,6 +334,11 @@ class Core:
                 self._finish(self.unfinished.popleft())
             except IndexError:
                 return
+        while self.forsaken:
+            try:
+                self.forsaken.popleft()()
+            except IndexError:
+                return
         while self.orphans:
             try:
                 hold, key = self.orphans.popleft()
@@ -420,8 +428,10 @@ class Core:
     def _tell(self, hold: Hold, reason: LossReason) -> None:
         hold.shard.stats.count_lost("local" if hold.local else hold.mode, reason.value)
         _log.warning("lock lost: row %d on shard %s: %s", hold.slot, hold.shard.id, reason.value)
-        for callback in hold.callbacks:
-            self._call_back(callback, reason, "lockrouter-on-lost")
+        for found in hold.callbacks:
+            told = found()
+            if told is not None:
+                self._call_back(told.callback, reason, "lockrouter-on-lost")
 
     def _call_back(self, callback: Callable[[Any], object], what: object, name: str) -> None:
         try:
@@ -447,11 +457,19 @@ class Core:
 
     def _look(self) -> Operation[None]:
         """Twenty times a second: find held sessions that ended, ping those that are due, release what was dropped."""
+        mended_at = 0.0
         while True:
             self.reap()
             for shard in self.shards.values():
                 shard.stats.settle()
             self._look_at_limits()
+            for shard in self.shards.values():
+                if shard.interrupting:
+                    shard.interrupting = False
+                    shard.interrupt_waiters()
+            if now() - mended_at > _MEND_EVERY:
+                mended_at = now()
+                self._mend()
             held = [
                 session
                 for shard in self.shards.values()
@@ -461,6 +479,13 @@ class Core:
             if held:
                 self._look_at(held)
             yield (SLEEP, self._end_late_waits(), None)
+
+    def _mend(self) -> None:
+        """Finish what interrupts may have left half done."""
+        self.gates.mend()
+        self.local_gates.mend()
+        for shard in self.shards.values():
+            shard.pool.mend()
 
     def _end_late_waits(self) -> float:
         """End waits for replies that should be over; returns when to look again."""

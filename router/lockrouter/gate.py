@@ -12,12 +12,16 @@ with a queue has a holder or a lead.
 4. `leave` hands the row over to the head of the queue where that is allowed, else names the head as the next lead.
    Readers (shared requests) at the head become leads together; none passes a writer that waits.
 5. `lose` looks up, inside the block, who holds through a session now. The gate stays closed until that holder leaves.
+
+An interrupt may come wherever a block calls something. So no block leaves a request in neither the queue nor its next
+place; one that stands in both, or was not woken, `mend` finds.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
@@ -28,7 +32,7 @@ from lockrouter.errors import LossReason, NotHeld, Overloaded, RouterClosed, Wou
 from lockrouter.protocol.effects import Waiter
 from lockrouter.session import Session
 
-__all__ = ["Gates", "Group", "Hold", "Party", "Place", "Request", "StepBack"]
+__all__ = ["Gates", "Group", "Hold", "Party", "Place", "Request", "Share", "StepBack", "Told"]
 
 
 class Place(enum.Enum):
@@ -64,7 +68,7 @@ class Hold:
     max_hold: float | None = None
     kill = False
     overdue = told = False
-    callbacks: tuple[Callable[[LossReason], object], ...] = ()
+    callbacks: tuple[weakref.ref[Told], ...] = ()
     # Keys of this row that were held and released inside this hold.
     seen: frozenset[bytes] = frozenset()
     mode = "row"
@@ -119,6 +123,29 @@ class Handle(Protocol):
 
     attached: bool
     generation: object
+
+
+class Told:
+    """A callback for the loss of a hold, kept by the handle it was given to, and by nobody else: one that refers to its
+    handle must not keep that from being dropped.
+    """
+
+    __slots__ = ("__weakref__", "callback")
+
+    def __init__(self, callback: Callable[[LossReason], object]) -> None:
+        self.callback = callback
+
+
+class Share:
+    """What a transaction has of a hold that it took, or entered again, for one key: a handle that no caller sees."""
+
+    __slots__ = ("attached", "generation", "hold", "key")
+
+    def __init__(self, hold: Hold, key: bytes, generation: object) -> None:
+        self.hold = hold
+        self.key = key
+        self.generation = generation
+        self.attached = False
 
 
 class Party:
@@ -199,7 +226,7 @@ class _Gate:
     lead: object = None
     queue: deque[Request] = _NOBODY
     readers: set[Hold] | frozenset[Hold] = _NONE
-    reader_leads: set[Request] | frozenset[Request] = _NONE
+    reader_leads: set[Request] | frozenset[Request] = _NONE  # replaced, never changed
 
     def own(self, request: Request) -> Hold | None:
         """The hold of this gate that is the caller's own."""
@@ -210,13 +237,13 @@ class _Gate:
 
     def make_lead(self, request: Request) -> None:
         """Let a request go to the server."""
-        request.place = _LEAD
-        if not request.shared:
+        if request.shared:
+            if self.readers is _NONE:
+                self.readers = set()
+            self.reader_leads = {*self.reader_leads, request}
+        else:
             self.lead = request
-            return
-        if self.readers is _NONE:
-            self.readers, self.reader_leads = set(), set()
-        self.reader_leads.add(request)  # type: ignore[union-attr]
+        request.place = _LEAD
 
     def admits(self, request: Request) -> bool:
         """True when nobody inside or at the server excludes the request."""
@@ -300,8 +327,8 @@ class Gates:
             request.waiter = Waiter()
             if gate.queue is _NOBODY:
                 gate.queue = deque()
-            gate.queue.append(request)
             request.place = _QUEUED
+            gate.queue.append(request)
             for node in nodes:
                 self._waiting[node] = gate
             return _QUEUED
@@ -399,16 +426,18 @@ class Gates:
             place = request.place
             if place in _NOT_WAITING:
                 return place
-            gate = self._gates[request.slot]
-            if place is _QUEUED:
-                gate.queue.remove(request)
-                self._forget_waiting(request)
-            elif request.shared:
-                gate.reader_leads.discard(request)  # type: ignore[union-attr]
-            else:
-                gate.lead = None
-            # A writer that leaves the queue, too, may have kept readers behind it waiting.
-            self._advance(gate, request.slot)
+            gate = self._gates.get(request.slot)
+            if gate is not None:
+                if place is _QUEUED:
+                    if request in gate.queue:
+                        gate.queue.remove(request)
+                    self._forget_waiting(request)
+                elif request.shared:
+                    gate.reader_leads = {*gate.reader_leads} - {request}
+                elif gate.lead is request:
+                    gate.lead = None
+                # A writer that leaves the queue, too, may have kept readers behind it waiting.
+                self._advance(gate, request.slot)
             request.place = _GONE
             return _GONE
 
@@ -423,11 +452,15 @@ class Gates:
 
     def _advance(self, gate: _Gate, slot: int) -> None:
         """Let the head of the queue go to the server: a writer alone, readers together; forget an empty gate."""
-        while gate.queue and gate.admits(gate.queue[0]):
-            head = gate.queue.popleft()
-            self._forget_waiting(head)
-            gate.make_lead(head)
+        while gate.queue:
+            head = gate.queue[0]
+            if head.place is _QUEUED:
+                if not gate.admits(head):
+                    break
+                self._forget_waiting(head)
+                gate.make_lead(head)
             _wake(head)
+            del gate.queue[0]
         if gate.holder is None and gate.lead is None and not (gate.readers or gate.reader_leads or gate.queue):
             del self._gates[slot]
 
@@ -468,13 +501,26 @@ class Gates:
             del self._gates[hold.slot]
             return True
 
-    def add_key(self, hold: Hold, key: bytes) -> bool:
-        """Count one handle of a hold for a key of its row; False: it has one."""
+    def has_key(self, hold: Hold, key: bytes) -> bool:
+        """True where a key of the hold's row has a handle."""
         with self._lock:
-            if key in hold.keys:
-                return False
+            return key in hold.keys
+
+    def add_key(self, hold: Hold, key: bytes, handle: Share | None = None) -> None:
+        """Count one more handle of a hold, for a key of its row, and attach it in the same step."""
+        with self._lock:
             self._count_in(hold, key)
-            return True
+            if handle is not None:
+                handle.attached = True
+
+    def forsake(self, request: Request) -> None:
+        """Leave nothing of a request that was interrupted before anybody had a handle of its hold. Idempotent."""
+        hold = request.hold
+        if hold is not None and request.place is _HOLDER:
+            hold.count = 0
+            self.leave(hold)
+        else:
+            self.leave_queue(request)
 
     def holds_all(self, requests: Iterable[Request]) -> bool:
         """True when every request is for a row that is its caller's own already."""
@@ -525,14 +571,13 @@ class Gates:
         """
         with self._lock:
             gate = self._gates.get(hold.slot)
-            if gate is None or gate.holder is not hold or not gate.queue or not gate.queue[0].may_receive:
+            if gate is None or gate.holder is not hold or not gate.queue or hold.lost is not None:
                 return False
-            if hold.lost is not None or (handle is not None and (hold.count != 1 or not handle.attached)):
+            heir = gate.queue[0]
+            if heir.place is not _QUEUED or not heir.may_receive:
                 return False
-            if handle is not None:
-                handle.attached = False
-                hold.count = 0
-            heir = gate.queue.popleft()
+            if handle is not None and (hold.count != 1 or not handle.attached):
+                return False
             self._forget_waiting(heir)
             heir.hold = gate.holder = Hold(
                 hold.slot,
@@ -547,8 +592,12 @@ class Gates:
             )
             if hold.session is not None:
                 hold.session.hold = heir.hold
+            if handle is not None:
+                handle.attached = False
+                hold.count = 0
             heir.place = _HOLDER
             _wake(heir)
+            del gate.queue[0]
             return True
 
     def leave(self, hold: Hold) -> None:
@@ -564,6 +613,17 @@ class Gates:
             else:
                 return
             self._advance(gate, hold.slot)
+
+    def mend(self) -> None:
+        """Finish what interrupts have left half done: whoever is next goes on, and is told so."""
+        with self._lock:
+            for slot, gate in tuple(self._gates.items()):
+                if gate.queue or (gate.holder is None and gate.lead is None):
+                    self._advance(gate, slot)
+                if isinstance(gate.lead, Request):
+                    _wake(gate.lead)
+                for reader in gate.reader_leads:
+                    _wake(reader)
 
     def lose(self, session: Session, reason: LossReason) -> list[Hold]:
         """Mark who holds through `session` now as lost, once, and return them; their gates stay closed."""
@@ -583,11 +643,11 @@ class Gates:
             hold.lost = reason
             return True
 
-    def subscribe(self, hold: Hold, callback: Callable[[LossReason], object]) -> LossReason | None:
+    def subscribe(self, hold: Hold, told: Told) -> LossReason | None:
         """Add a callback for the loss; returns the reason instead when the hold is lost already."""
         with self._lock:
             if hold.lost is None:
-                hold.callbacks += (callback,)
+                hold.callbacks += (weakref.ref(told),)
             return hold.lost
 
     def holder_of(self, slot: int) -> Hold | None:

@@ -80,6 +80,9 @@ class Shard:
         self.clock_fell = False
         # The identity of the last primary, and since when it is.
         self._primary, self._moved_at = b"", 0.0
+        # Set when the breaker opens: the background is to call `interrupt_waiters`. The caller who found out might be
+        # interrupted itself, with the mutex of another one's session in its hands.
+        self.interrupting = False
         self.frozen: tuple[bytes, ...] = ()
         self.stats = ShardStats()
         self.breaker = Breaker(config.breaker.failures, config.breaker.probe_after)
@@ -311,7 +314,7 @@ class Shard:
             _log.warning("shard %s: does not answer, breaker open: %s", self.id, error)
             self.rights = None
             self.waiting_for = f"the shard does not answer: {error}"
-            self.interrupt_waiters()
+            self.interrupting = True
             self._wake()
         if self.keeper.hosts.several and self.keeper.hosts.used is not None:
             self.poke_control()  # another host may be the primary by now

@@ -10,8 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pymysql
@@ -703,10 +701,6 @@ def test_a_slow_network_is_no_fault(routers: Routers, proxy: Proxy) -> None:
 # -- interrupts -------------------------------------------------------------------------------------------------------
 
 
-class Interrupt(BaseException):
-    """What is thrown into a thread from outside."""
-
-
 def interrupt_main_when(probe: Callable[[], object]) -> in_thread:
     """A thread that sends SIGINT to the main thread once `probe` answers."""
     main = threading.main_thread().ident
@@ -754,97 +748,3 @@ def test_an_interrupt_while_waiting_in_the_process(routers: Routers, server: Obs
     holder.result()
     for asked in (key, other_row):
         fine(router, asked, 3.0)
-
-
-def all_idle(router: LockRouter) -> bool:
-    """Whether the pool gets back every session within a second."""
-    until = time.monotonic() + 1.0
-    while router.health()[NAME]["pool"]["busy"]:
-        if time.monotonic() > until:
-            return False
-        threading.Event().wait(0.01)
-    return True
-
-
-class Interrupter:
-    """Raises `Interrupt` once in the profiled thread: at instant `at` of those at which the interpreter would.
-
-    It looks for signals and asynchronous errors where a function begins and where a call of a C function has returned;
-    between two lines, or between a `with` statement's last line and its exit, it does not.
-    """
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-        self.place: str | None = None
-
-    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
-        code = frame.f_code
-        if self.place is None and event in ("call", "c_return") and "/lockrouter/" in code.co_filename:
-            if self.left == 0:
-                self.place = f"{Path(code.co_filename).name}:{frame.f_lineno} ({code.co_qualname}, {event} {arg})"
-                raise Interrupt
-            self.left -= 1
-
-
-def interrupted(call: Callable[[], object], at: int) -> str | None:
-    """Run `call` in a thread, interrupted at instant `at`; answers where that was, or None if it was over before."""
-    interrupter = Interrupter(at)
-
-    def run() -> None:
-        sys.setprofile(interrupter)
-        try:
-            call()
-        except Interrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-
-    in_thread(run).result()
-    return interrupter.place
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    "form",
-    [
-        "release",
-        "confirm",
-        *(pytest.param(form, marks=pytest.mark.slow) for form in ("shared", "lock_all", "nested")),
-    ],
-)
-def test_an_interrupt_at_any_instant_leaves_nothing(routers: Routers, server: Observer, form: str) -> None:
-    """As Ctrl-C, a killed greenlet or a thread's asynchronous error: a handle may be dropped, a row may not stay."""
-    impatient = {"close_timeout": 0.1}
-    router, other = routers.make(router=impatient), routers.make()
-    key, second = keys_on(router, SHARD, 2, prefix="fault")
-    for caller in (router, other):
-        caller.warm()
-
-    def cycle() -> None:
-        with router.lock(key, timeout=3.0, confirm=form == "confirm", shared=form == "shared"):
-            pass
-
-    def several() -> None:
-        with router.lock_all([key, second], timeout=3.0):
-            pass
-
-    def nested() -> None:
-        with router.lock(key, timeout=3.0), router.lock(key, timeout=3.0):
-            pass
-
-    cycles = {"lock_all": several, "nested": nested}
-
-    stuck: list[str] = []
-    for at in range(5_000):
-        place = interrupted(cycles.get(form, cycle), at)
-        if place is None:
-            break
-        free = isinstance(attempt(other, key, 1.0), RowLock) and isinstance(attempt(router, key, 1.0), RowLock)
-        if free and all_idle(router):
-            continue
-        stuck.append(place)
-        router.close()
-        router = routers.make(router=impatient)
-        router.warm()
-    assert at > 50, "the instants were not found"
-    assert not stuck

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
 
@@ -12,8 +13,10 @@ from dbutils.steady_db import SteadyDBConnection
 from lockrouter import LockLost, LockRouter, LockTimeout, NotSeeded, ShardUnavailable, session
 from lockrouter.deadline import now
 from lockrouter.protocol.effects import drive
-from lockrouter.protocol.packets import Rows, execution, query
+from lockrouter.protocol.packets import PING, Rows, execution, query
+from lockrouter.protocol.wire import Wire
 from lockrouter.session import Session
+from lockrouter.sql.leases import Wanted, take
 from lockrouter.sql.statements import MARIADB, MYSQL
 from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
@@ -43,6 +46,24 @@ def sent(proxy: Proxy, what: bytes) -> int:
 def locking(proxy: Proxy) -> int:
     """How often clients have asked for a row, by a prepared statement or by a text, which carries the key's hash."""
     return sent(proxy, EXECUTES) + sent(proxy, b" /* ")
+
+
+def test_a_lease_that_is_asked_for_again_stays_as_it_was_taken(
+    router: LockRouter, server: Observer, vendor: Vendor, key: str
+) -> None:
+    """As after a lost reply: the same owner id, token and time of acquisition; it can only be prolonged."""
+    address = router.route(key)
+    digest, owner, table = secrets.token_bytes(16), secrets.token_bytes(16), f"lease_{address.table:02d}"
+    wanted = Wanted(address.bucket, digest, 1, key.encode(), owner, 0, 30_000_000, b"")
+    packet = take(MYSQL if vendor is Vendor.MYSQL else MARIADB, address.table, [wanted], 500_000)
+    rows = []
+    for _ in range(2):
+        server.ask(packet[5:].decode("ascii"))
+        rows += server.ask(f"SELECT owner, token, acquired, expires FROM {table} WHERE k = %s", digest)
+    server.ask(f"DELETE FROM {table} WHERE k = %s", digest)
+    (*first, expires), (*second, later) = rows
+    assert first[0] == owner and first == second
+    assert later > expires
 
 
 # -- what is locked ---------------------------------------------------------------------------------------------------
@@ -129,6 +150,27 @@ def test_a_wait_sends_its_statement_once_and_takes_what_it_says(routers: Routers
         assert far.try_lock(key) is None
         assert locking(proxy) - before == waited + 1
     assert sent(proxy, b"\x03BEGIN") == sent(proxy, b"\x03COMMIT") == 0
+
+
+def test_a_check_and_a_confirmed_release_are_one_round_trip_each(
+    router: LockRouter, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = router.lock(key, timeout=5.0)
+    session = held._held.session
+    assert session is not None
+    trains: list[bytes] = []
+    send = Wire.send
+
+    def noted(wire: Wire, data: bytes) -> None:
+        if wire is session.wire and data != PING:
+            trains.append(data)
+        send(wire, data)
+
+    monkeypatch.setattr(Wire, "send", noted)
+    held.check()
+    assert len(trains) == 1
+    held.release(confirm=True)
+    assert len(trains) == 2 and b"ROLLBACK" in trains[1]
 
 
 def test_the_driver_and_its_pool_repair_nothing_by_themselves(router: LockRouter, key: str, server: Observer) -> None:

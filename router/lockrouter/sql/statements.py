@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lockrouter.protocol.packets import query
+from lockrouter.protocol.packets import Reply, Rows, query
 
-__all__ = ["MARIADB", "MYSQL", "Dialect", "dialect_of"]
+__all__ = ["MARIADB", "MYSQL", "Dialect", "bucket_state", "dialect_of", "read_bucket"]
 
 _CHECK_COLUMNS = b"UNIX_TIMESTAMP(SYSDATE(6)), @@global.read_only"
 _GRANT_COLUMNS = b"slot, epoch, " + _CHECK_COLUMNS
@@ -267,8 +267,19 @@ def read_marker(dialect: Dialect, marker: bytes, seconds: float) -> bytes:
 
 
 def read_bucket(bucket: int) -> bytes:
-    """The packet that asks a shard where a bucket went that it no longer has."""
-    return query(b"SELECT moved_to FROM lock_bucket WHERE bucket = %d" % bucket)
+    """The packet that asks a shard whether it has a bucket, open, and where it went if not."""
+    return query(b"SELECT epoch, moved_to FROM lock_bucket WHERE bucket = %d" % bucket)
+
+
+def bucket_state(reply: Reply) -> tuple[bool, str]:
+    """Whether the bucket that was asked for is open there, and the shard it went to, "" if none is known.
+
+    Of `read_bucket`, and of every statement that reads the same columns first.
+    """
+    if not isinstance(reply, Rows) or not reply.rows:
+        return False, ""
+    epoch, moved_to = reply.rows[0][:2]
+    return epoch not in (b"0", None), (moved_to or b"").decode("ascii", "replace")
 
 
 LEASE_SESSION = query(b"SET SESSION wait_timeout = 3600")
