@@ -49,8 +49,8 @@ class Breaker:
     def fault(self, *, probe: bool = False) -> bool:
         """Count a fault, of the probe or of a call; True when this one opened the breaker."""
         with self._lock:
-            if self.state is BreakerState.HALF_OPEN and not probe:
-                return False  # of a call that began before: the probe that is out decides
+            if not probe and self.state is not BreakerState.CLOSED:
+                return False  # of a call that began before: what probes find is newer
             self.refusal = None
             self.in_a_row += 1
             if self.state == BreakerState.CLOSED and self.in_a_row < self._failures:

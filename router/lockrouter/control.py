@@ -25,7 +25,7 @@ from lockrouter.backoff import jittered
 from lockrouter.deadline import now
 from lockrouter.protocol.effects import SLEEP, Operation
 from lockrouter.protocol.packets import Err, Ok, Rows, is_off
-from lockrouter.session import Answered, Gone, Incarnation, Session, Silent, State, single_row
+from lockrouter.session import Answered, Garbled, Gone, Incarnation, Session, Silent, State, sensible, single_row
 from lockrouter.sql import statements
 
 if TYPE_CHECKING:
@@ -62,8 +62,17 @@ class Reading(NamedTuple):
 
     @classmethod
     def of(cls, row: tuple[bytes | None, ...], sent_at: float, received_at: float) -> Reading:
-        """Decode the row of `Dialect.control_read`."""
+        """Decode the row of `Dialect.control_read`.
+
+        Raises:
+            Answered: it is none.
+        """
         value = [field if field is not None else b"" for field in row]
+        with sensible():
+            return cls._of(value, sent_at, received_at)
+
+    @classmethod
+    def _of(cls, value: list[bytes], sent_at: float, received_at: float) -> Reading:
         return cls(
             connection_id=int(value[0]),
             incarnation=(value[1], started_us(value[2])),
@@ -165,7 +174,7 @@ class Keeper:
             pause = jittered(shard.config.router.role_check, spread=0.1)
             try:
                 yield from self._read()
-            except Answered as error:
+            except (Answered, Garbled) as error:
                 shard.refuse(str(error), error=error)
             except Gone as error:
                 if self._reused:
@@ -268,7 +277,9 @@ class Keeper:
         return chosen
 
     def _refuse_frozen_clock(self, session: Session, until: float) -> Operation[None]:
-        first, _, second = single_row((yield from session.exchange(statements.SYSDATE_MOVES, until)))
+        row = single_row((yield from session.exchange(statements.SYSDATE_MOVES, until)))
+        with sensible():
+            first, _, second = row
         if first == second:
             raise Answered(0, "the server runs with --sysdate-is-now: its clock cannot order grants")
 

@@ -19,7 +19,18 @@ from lockrouter.pool import Pool
 from lockrouter.protocol.effects import CALL, SLEEP, Operation, Waiter
 from lockrouter.protocol.packets import PING, Grants
 from lockrouter.routing import PROTOCOL, fingerprint
-from lockrouter.session import Answered, Gone, Session, Silent, State, driver_error, open_session, set_up, single_row
+from lockrouter.session import (
+    Answered,
+    Gone,
+    Session,
+    Silent,
+    State,
+    driver_error,
+    open_session,
+    sensible,
+    set_up,
+    single_row,
+)
 from lockrouter.sql.statements import LEASE_SESSION
 from lockrouter.watcher import Task, Watcher
 
@@ -190,15 +201,12 @@ class Shard:
     def _identify(self, session: Session, seconds: float) -> Operation[None]:
         try:
             row = single_row((yield from session.exchange(session.dialect.whoami(), now() + max(seconds, 0.05))))
+            with sensible():
+                connection_id, identity, started, protocol, found = (field or b"" for field in row)
+                numbers, started_at = (int(connection_id), int(protocol)), started_us(started)
         except BaseException:
             session.die()
             raise
-        connection_id, identity, started, protocol, found = (field or b"" for field in row)
-        try:
-            numbers, started_at = (int(connection_id), int(protocol)), started_us(started)
-        except ValueError:
-            session.die()
-            raise Gone("the server says nonsense of itself", answered=True) from None
         if numbers[0] != session.connection_id:
             session.die()
             raise Answered(0, "a proxy shares server connections between clients; row locks need their own")
@@ -253,9 +261,11 @@ class Shard:
     def fault(self, error: BaseException, *, probe: bool = False) -> None:
         """The server did not answer."""
         self.cause = driver_error(error)
-        if self.breaker.fault(probe=probe):
+        opened = self.breaker.fault(probe=probe)
+        if opened or (probe and self.refusal is not None):
             _log.warning("shard %s: does not answer, breaker open: %s", self.id, error)
             self.rights = None
+            self.refusal = None
             self.waiting_for = f"the shard does not answer: {error}"
             self.interrupt_waiters()
             self._wake()
