@@ -395,11 +395,11 @@ def test_a_session_killed_while_waiting_waits_again(routers: Routers, server: Ob
 
 
 def test_idle_sessions_the_server_closed_are_no_fault(routers: Routers, server: Observer) -> None:
-    router = routers.make(breaker={"failures": 1}, pool={"min_idle": 4})
+    router = routers.make(breaker={"failures": 1}, pool={"size": 32, "min_idle": 32, "connect_timeout": 5.0})
     key = a_key(router)
     for pause in (0.0, 0.3):
         router.warm()
-        eventually(lambda: router.health()[NAME]["pool"]["idle"] >= 4)
+        eventually(lambda: router.health()[NAME]["pool"]["idle"] >= 32)
         for seen in server.sessions():
             with contextlib.suppress(pymysql.err.Error):
                 server.kill(seen.id)

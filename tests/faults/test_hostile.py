@@ -18,8 +18,10 @@ from prometheus_client import CollectorRegistry
 from lockrouter import LockRouter, LockRouterError, PoolTimeout, RowLock, ShardError, ShardUnavailable
 from lockrouter.admin.verify import verify
 from lockrouter.config import RouterConfig, parse
+from lockrouter.testing.cluster import Cluster
 from tests.support.fakeserver import FakeServer, error, greeting, let_in, ok, packet, receive
-from tests.support.observe import eventually, soon_enough
+from tests.support.observe import Routers, eventually, keys_on, soon_enough
+from tests.support.proxy import Cut, Proxy, Rule, Way
 
 PASSWORD = "open-sesame"
 KEY = "some:key"
@@ -308,3 +310,98 @@ def test_a_resolver_that_hangs_takes_one_thread_and_no_probe_for_ever(
             assert len(hung) == 1
             hang.set()
             eventually(lambda: "1040" in str(router.health()["only"]["why"]))
+
+
+# -- lies in the middle of a real conversation ------------------------------------------------------------------------
+
+ROWS_BEGIN = packet(b"\x01", 1) + packet(b"\x03def", 2) + packet(b"\xfe\0\0\3\0", 3)
+LIES: dict[str, Serve] = {
+    "a packet of 16 MB": a_packet_of_16_mb,
+    "columns of no end": lambda line: flood_numbered(line, packet(b"\x40", 1), b"\x03def"),
+    "rows of no end": lambda line: flood_numbered(line, ROWS_BEGIN, b"\xfa" + b"x" * 250),
+    "a file": lambda line: line.sendall(packet(b"\xfb/etc/passwd", 1)),
+    "another protocol": lambda line: line.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+    "a row of nonsense": lambda line: line.sendall(ROWS_BEGIN + packet(b"\x01x", 4) + packet(b"\xfe\0\0\3\0", 5)),
+    "rows in an OK": lambda line: line.sendall(ok(1, 0x000B)),
+    "an error without a text": lambda line: line.sendall(packet(b"\xff\x17", 1)),
+}
+EXCHANGES = (
+    b"SET SESSION autocommit = 0",
+    b"m.protocol, m.fingerprint FROM",
+    b"FOR UPDATE",
+    b"ROLLBACK",
+    b"SET SESSION autocommit = 1",
+    b"SLEEP(0.001)",
+    b"m.clock_high, m.drained",
+    b"SELECT prefix",
+    b"UPDATE lock_meta",
+    b"INTO lease_",
+)
+
+
+def flood_numbered(line: socket.socket, first: bytes, payload: bytes) -> None:
+    line.sendall(first)
+    number = 1 + first.count(b"\x03def") + first.count(b"\xfe\0\0\3\0")
+    for more in range(number + 1, 1 << 30, 256):
+        line.sendall(b"".join(packet(payload, more + each) for each in range(256)))
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_in_any_exchange_costs_its_connection_alone(real: Routers, cluster: Cluster, lie: str) -> None:
+    """Row locks and leases, and what the background says; the next connection tells the truth again."""
+    with Proxy(cluster.port(0)) as proxy:
+        router = real.make(
+            ports={0: proxy.port},
+            breaker={"failures": 10_000, "retry_delay": 0.01},
+            pool={"connect_timeout": 0.3},
+            router={"close_timeout": 0.5, "role_check": 0.05, "grant_window": 0.6},
+        )
+        key = keys_on(router, 0, prefix="lie")[0]
+        router.lock(key, timeout=10.0).release()
+        for marker in EXCHANGES:
+            eventually(lambda: router.health()["shard-0"]["state"] == "ok")
+            with router.lock(key, timeout=10.0) as held:
+                assert not held.degraded
+            rule = proxy.add(Rule(Way.UP, 0, Cut.RST, marker=marker, forge=LIES[lie]))
+            proxy.cut(Cut.RST)  # every connection begins anew, with what is said at its beginning
+            tracemalloc.start()
+            began = time.monotonic()
+            try:
+                while not rule.met.is_set():
+                    one_of_each(router, key)
+                    assert time.monotonic() - began < 6.0, marker
+                one_of_each(router, key)
+                most = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            assert time.monotonic() - began < 8.0, marker
+            assert most < 2 * MEMORY, marker
+            proxy.drop(rule)
+        eventually(lambda: router.health()["shard-0"]["state"] == "ok")
+        router.lock(key, timeout=10.0).release(confirm=True)
+        router.close()
+
+
+def one_of_each(router: LockRouter, key: str) -> None:
+    for call in (
+        lambda: router.lock(key, timeout=1.0),
+        lambda: router.lock(key, timeout=1.0, confirm=True),
+        lambda: router.try_lease(key, ttl=5),
+    ):
+        try:
+            held = call()
+            if held is None:
+                continue
+            assert not getattr(held, "degraded", False)
+            with held:
+                held.check()
+        except LockRouterError:
+            pass
+
+
+@pytest.fixture
+def real(cluster: Cluster) -> Iterator[Routers]:
+    kept = Routers(cluster)
+    yield kept
+    kept.finish()

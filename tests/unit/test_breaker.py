@@ -136,6 +136,20 @@ def test_a_straggler_does_not_end_the_probe_that_is_out(clock: Clock, opened: Br
     assert not opened.take_probe(), "the first probe is still out"
 
 
+def test_a_straggler_knows_less_than_the_probe(clock: Clock, opened: Breaker) -> None:
+    """A call that began before the breaker opened times out after a probe was answered: the answer stands."""
+    clock.time += LATER
+    assert opened.take_probe()
+    opened.refused("read-only")
+    due = opened.probe_in()
+    assert not opened.fault()
+    assert opened.refusal == "read-only" and opened.probe_in() == due
+    clock.time += LATER
+    assert opened.take_probe()
+    opened.fault(probe=True)
+    assert opened.refusal is None
+
+
 def test_an_abandoned_probe_gives_its_place_back(clock: Clock, opened: Breaker) -> None:
     clock.time += LATER
     assert opened.take_probe()
