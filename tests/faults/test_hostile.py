@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from lockrouter import LockRouter, LockRouterError, PoolTimeout, RowLock, ShardError, ShardUnavailable
 from lockrouter.admin.verify import verify
 from lockrouter.config import RouterConfig, parse
+from lockrouter.routing import PROTOCOL, fingerprint
 from lockrouter.testing.cluster import Cluster
 from tests.support.fakeserver import FakeServer, error, greeting, let_in, ok, packet, receive
 from tests.support.observe import Routers, eventually, keys_on, soon_enough
@@ -225,6 +226,52 @@ def test_an_error_is_an_answer_whatever_its_number(routers: Callable[..., LockRo
         assert str(code) in str(router.health()["only"]["why"])
         with pytest.raises(ShardError):
             router.try_lock(KEY)
+
+
+def test_a_proxy_that_shares_connections_is_refused(routers: Callable[..., LockRouter]) -> None:
+    """The connection's id, asked for, is not the one of its login: rows would be locked on somebody else's session."""
+    started = b"1700000000"
+
+    def rows(*values: bytes) -> bytes:
+        parts = [bytes([len(values)]), *[b"\x03def"] * len(values), b"\xfe\0\0\2\0"]
+        parts += [b"".join(bytes([len(value)]) + value for value in values), b"\xfe\0\0\2\0"]
+        return b"".join(packet(part, number) for number, part in enumerate(parts, 1))
+
+    def serve(line: socket.socket) -> None:
+        let_in(line, b"10.11.18-MariaDB")
+        while True:
+            asked = receive(line)
+            if b"SLEEP" in asked:
+                line.sendall(rows(b"1", b"0", b"2"))
+            elif b"m.clock_high" in asked:
+                known = (
+                    b"8",
+                    b"identity",
+                    started,
+                    b"hostile",
+                    str(PROTOCOL).encode(),
+                    print_,
+                    b"1",
+                    b"1",
+                    b"identity",
+                )
+                line.sendall(rows(*known, started + b"000000", b"0", b"", b"1700000001.000000", b"0"))
+            elif b"m.fingerprint" in asked:
+                line.sendall(rows(b"8", b"identity", started, str(PROTOCOL).encode(), print_))
+            elif b"prefix" in asked:
+                line.sendall(packet(b"\x01", 1) + packet(b"\x03def", 2) + packet(b"\xfe\0\0\2\0", 3))
+                line.sendall(packet(b"\xfe\0\0\2\0", 4))
+            else:
+                line.sendall(ok(1))
+
+    print_ = fingerprint(config_for(1).topology)
+    with FakeServer(serve) as server:
+        router = routers(server.port, failures=1)
+        for _ in range(3):
+            with pytest.raises(ShardUnavailable, match="shares server connections"):
+                router.lock(KEY, timeout=1.0)
+        eventually(lambda: router.health()["only"]["state"] == "refused")
+        assert "proxy" in str(router.health()["only"]["why"])
 
 
 def drip(line: socket.socket) -> None:

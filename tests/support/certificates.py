@@ -16,7 +16,7 @@ __all__ = ["make_certificates"]
 
 
 def make_certificates(folder: Path, address: str = "127.0.0.1", name: str = "localhost") -> dict[str, Path]:
-    """The authority's certificate (ca), and a key and a certificate of a server of that address and name (key, cert)."""
+    """The authority's certificate (ca), and key and certificate of a server at that address (key, cert), as files."""
     authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     issuer = _name("lockrouter tests")
     ca = _builder(issuer, issuer, authority.public_key()).add_extension(x509.BasicConstraints(True, None), True)
