@@ -10,8 +10,10 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -20,6 +22,7 @@ from lockrouter.admin.verify import verify
 from lockrouter.config import RouterConfig, parse
 from lockrouter.routing import PROTOCOL, fingerprint
 from lockrouter.testing.cluster import Cluster
+from tests.support.certificates import make_certificates
 from tests.support.fakeserver import FakeServer, error, greeting, let_in, ok, packet, receive
 from tests.support.observe import Routers, eventually, keys_on, soon_enough
 from tests.support.proxy import Cut, Proxy, Rule, Way
@@ -302,6 +305,25 @@ def test_a_reply_that_drips_is_no_reply(routers: Callable[..., LockRouter], slow
         eventually(lambda: server.accepted > seen + 1, 5.0)  # probe after probe: each one ends
         held = outcome(router)
         assert isinstance(held, RowLock) and held.degraded
+
+
+def test_a_server_that_denies_its_tls_hears_nothing_of_the_login(
+    routers: Callable[..., LockRouter], tmp_path: Path
+) -> None:
+    """Whoever sits between strips the offer of TLS from the greeting: neither a name nor a scramble follows."""
+    ca = make_certificates(tmp_path)["ca"]
+    with FakeServer(after_login(switch_to(b"mysql_clear_password"))) as server:
+        config = config_for(server.port)
+        encrypted = msgspec.structs.replace(config, shards=(msgspec.structs.replace(config.shards[0], tls_ca=str(ca)),))
+        with LockRouter(encrypted, registry=CollectorRegistry()) as router:
+            for _ in range(3):
+                with pytest.raises(ShardUnavailable, match="TLS"):
+                    router.lock(KEY, timeout=1.0)
+            with pytest.raises(ShardUnavailable, match="TLS"), router.transaction(KEY, timeout=1.0):
+                pass
+        assert "TLS" in verify(encrypted)[0].text
+        assert server.accepted > 3
+        assert server.heard == b""
 
 
 def test_an_administrator_is_as_careful(routers: Callable[..., LockRouter]) -> None:
