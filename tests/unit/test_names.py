@@ -64,7 +64,7 @@ def test_what_is_taken_for_a_name_is_one_whatever_says_it(config: RouterConfig, 
 
 @given(name=st.from_regex(r"[A-Za-z0-9_$-]{1,64}", fullmatch=True))
 def test_a_statement_with_a_name_is_the_statement_with_that_name(name: str) -> None:
-    dialect = pymysql.dialect()  # type: ignore[no-untyped-call]
+    dialect = pymysql.dialect()
     for statement in (sql.create_database(name), sql.use_database(name), sql.grant(name, "audit", [], 1)):
         said = str(statement.compile(dialect=dialect))
         assert said.count(f"`{name}`") == 1
