@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +21,11 @@ from lockrouter import (
     WouldDeadlock,
 )
 from lockrouter.config import KeyClass
+from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
 from tests.support.observe import Routers, eventually, in_thread, keys_on, sharing_row, soon_enough
 from tests.support.proxy import Cut, Proxy
+from tests.support.servers import provision
 
 pytestmark = pytest.mark.server
 
@@ -372,6 +375,27 @@ def test_a_server_that_refuses_this_user_is_no_dead_one(routers: Routers, limit:
         alter(off)
     eventually(lambda: router.health()[NAME]["state"] == "ok")
     real(router, local_key(router))
+
+
+@pytest.mark.slow
+def test_a_server_whose_tables_are_read_only_is_no_dead_one(vendor: Vendor, tmp_path: Path) -> None:
+    """Started with `innodb_read_only`: it reads, and no write of anybody's will ever be committed."""
+    with Cluster.up(tmp_path / "frozen", 1, vendor) as cluster:
+        provision(cluster)
+        kept = Routers(cluster)
+        first = kept.make()
+        real(first, "any")
+        first.close()
+        cluster.stop(0)
+        cluster.start(0, {"innodb-read-only": True})
+        router = kept.make(breaker={"failures": 1})
+        for _ in range(6):
+            with pytest.raises(ShardUnavailable):
+                router.lock("any", timeout=1.0)
+            with pytest.raises(ShardUnavailable):
+                router.try_lock("any")
+            assert router.health()["shard-0"]["breaker"] == "closed"
+        kept.finish()
 
 
 @pytest.mark.parametrize("how", ["interrupted", "failed"])

@@ -100,8 +100,9 @@ def test_a_password_is_nowhere_but_in_its_file(
         assert CANARY not in text
 
 
-def test_no_command_prints_a_password(shards: Shards, tmp_path: Path) -> None:
-    """In words or in JSON, when it works, when the password is wrong, and when the file is."""
+def test_no_command_prints_a_password(shards: Shards, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In words or in JSON, when it works, when the password is wrong, and when the file is; nor is it logged."""
+    caplog.set_level(logging.DEBUG)
     runner, said = CliRunner(), []
     admin = load(shards.admin_file)
     secrets = {CANARY, shards.config.endpoints(shards.config.shards[0])[0].password}
@@ -120,7 +121,8 @@ def test_no_command_prints_a_password(shards: Shards, tmp_path: Path) -> None:
         said.append(runner.invoke(app, ["route", str(file), "a", "--json"]).output)
     said += [runner.invoke(app, [*arguments(command, shards)]).output for command in ("init", "seed", "verify")]
     assert json.loads(runner.invoke(app, ["verify", str(shards.file), "--json"]).stdout)["findings"] == []
-    for text in said:
+    assert "IDENTIFIED BY" in caplog.text, "it was logged what was said"
+    for text in (*said, caplog.text):
         assert not [secret for secret in secrets if secret and secret in text], text
 
 
