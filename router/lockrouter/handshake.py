@@ -107,6 +107,7 @@ def log_in(connection: Connection[Any], sock: socket.socket | None, until: float
     except (err.MySQLError, OSError):
         raise
     except Exception as error:
+        # PyMySQL takes apart unchecked what it is sent: anything may come of it.
         raise err.OperationalError(_MALFORMED, f"no login of MySQL's: {type(error).__name__}: {error}") from error
 
 

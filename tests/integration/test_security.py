@@ -61,32 +61,25 @@ def test_a_password_is_nowhere_but_in_its_file(
     """Neither the right one nor a wrong one, in what is logged, raised, measured, printed, or sent as an attribute."""
     caplog.set_level(logging.DEBUG)
     right, shown = routers.user_password(), []
+    registry = CollectorRegistry()
     with Proxy(cluster.port(0)) as proxy:
-        registry = CollectorRegistry()
         config = routers.configure(ports={0: proxy.port}, breaker={"failures": 2}, pool={"connect_timeout": 0.3})
-        router = LockRouter(config, registry=registry)
-        key = keys_on(router, 0, prefix="secret")[0]
-        with router.lock(key, timeout=5.0) as held, router.transaction(keys_on(router, 1)[0]) as connection:
-            shown += [repr(held), repr(connection), repr(connection.engine.url), str(connection.engine)]
-            seen = routers.observers[0].ask("SELECT * FROM performance_schema.session_connect_attrs")
-            shown += map(repr, [*seen, *routers.observers[0].sessions()])
-            if cluster.vendor is Vendor.MYSQL:
-                assert "lockrouter" in repr(seen), "the attributes are there to be looked at"
-        proxy.refuse()
-        eventually(lambda: router.health()["shard-0"]["breaker"] != "closed")
-        for call in (lambda: router.transaction(key).__enter__(), lambda: router.lease(key, ttl=5), router.warm):
-            with pytest.raises(LockRouterError) as caught:
-                call()
-            shown.append(told(caught.value))
-        shown += [
-            repr(router.health()),
-            generate_latest(registry).decode(),
-            repr(config),
-            repr(config.shards),
-            str(router),
-        ]
-        shown += [repr(config.endpoints(shard)) for shard in config.shards]
-        router.close()
+        with LockRouter(config, registry=registry) as router:
+            key = keys_on(router, 0, prefix="secret")[0]
+            with router.lock(key, timeout=5.0) as held, router.transaction(keys_on(router, 1)[0]) as connection:
+                shown += [repr(held), repr(connection), repr(connection.engine.url), str(connection.engine)]
+                seen = routers.observers[0].ask("SELECT * FROM performance_schema.session_connect_attrs")
+                shown += map(repr, [*seen, *routers.observers[0].sessions()])
+                if cluster.vendor is Vendor.MYSQL:
+                    assert "lockrouter" in repr(seen), "the attributes are there to be looked at"
+            proxy.refuse()
+            eventually(lambda: router.health()["shard-0"]["breaker"] != "closed")
+            for call in (lambda: router.transaction(key).__enter__(), lambda: router.lease(key, ttl=5), router.warm):
+                with pytest.raises(LockRouterError) as caught:
+                    call()
+                shown.append(told(caught.value))
+            shown += [repr(router.health()), generate_latest(registry).decode(), repr(config), repr(config.shards)]
+            shown += [repr(config.endpoints(shard)) for shard in config.shards]
     wrong = routers.make(password=CANARY, breaker={"failures": 2})
     for verb in (wrong.lock, wrong.try_lock):
         with pytest.raises(ShardUnavailable) as refused:
