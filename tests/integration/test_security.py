@@ -50,9 +50,15 @@ def shards(servers: Cluster, tmp_path: Path) -> Iterator[Shards]:
 
 
 def told(error: BaseException) -> str:
-    """All that an error can show in a log, the locals of its frames, as some reporters collect them, included."""
-    found = traceback.TracebackException.from_exception(error, capture_locals=True)
-    return "".join(found.format()) + repr(error) + repr(vars(error)) + repr(error.__cause__)
+    """All that an error can show in a log; the locals of its frames, as some reporters collect them, included."""
+    shown, one = "".join(traceback.format_exception(error)), error
+    while one is not None:
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            if frame.f_code.co_filename != __file__:
+                shown += repr(frame.f_locals)
+        shown += repr(one) + repr(vars(one))
+        one = one.__cause__ or one.__context__  # type: ignore[assignment]
+    return shown
 
 
 def test_a_password_is_nowhere_but_in_its_file(
@@ -60,6 +66,7 @@ def test_a_password_is_nowhere_but_in_its_file(
 ) -> None:
     """Neither the right one nor a wrong one, in what is logged, raised, measured, printed, or sent as an attribute."""
     caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "sqlalchemy")
     right, shown = routers.user_password(), []
     registry = CollectorRegistry()
     with Proxy(cluster.port(0)) as proxy:
@@ -95,7 +102,7 @@ def test_a_password_is_nowhere_but_in_its_file(
 
 def test_no_command_prints_a_password(shards: Shards, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In words or in JSON, when it works, when the password is wrong, and when the file is; nor is it logged."""
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "sqlalchemy")
     runner, said = CliRunner(), []
     admin = load(shards.admin_file)
     secrets = {CANARY, shards.config.endpoints(shards.config.shards[0])[0].password}
@@ -148,8 +155,9 @@ def test_a_name_that_could_say_more_is_refused(servers: Cluster, name: str) -> N
         with pytest.raises(ConfigError):
             broken = replace(config, shards=(replace(shard, url=changed), *config.shards[1:]))
             broken.endpoints(broken.shards[0])
-    with pytest.raises(ConfigError):
-        replace(config, topology=replace(config.topology, name=name))
+    if "." not in name:  # a topology's name may have one: it is in no statement, but as a value
+        with pytest.raises(ConfigError):
+            replace(config, topology=replace(config.topology, name=name))
     with pytest.raises(ConfigError):
         replace(config, shards=(replace(shard, id=name), *config.shards[1:]))
     with pytest.raises(ConfigError):
