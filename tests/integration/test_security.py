@@ -247,15 +247,25 @@ FORBIDDEN = [
 
 
 def test_the_applications_user_can_do_nothing_else(shards: Shards, servers: Cluster) -> None:
-    with servers.connect(0) as root, root.cursor() as cursor:
-        cursor.execute("CREATE DATABASE IF NOT EXISTS private")
-        cursor.execute("CREATE TABLE IF NOT EXISTS private.secrets (a INT)")
-    granted: list[str] = []
-    with shards.application(0) as connection, connection.cursor() as cursor:
-        for statement in FORBIDDEN:
-            code = refusal(cursor, statement)
-            if code not in DENIED | {1290}:
-                granted.append(f"{statement}: {code}")
+    granted = []
+    with servers.connect(0) as root, root.cursor() as operator, shards.application(0) as connection:
+        operator.execute("CREATE DATABASE IF NOT EXISTS private")
+        operator.execute("CREATE TABLE IF NOT EXISTS private.secrets (a INT)")
+        number = root.thread_id()  # type: ignore[no-untyped-call]
+        with connection.cursor() as cursor:
+            for statement in FORBIDDEN:
+                code = refusal(cursor, statement)
+                if code not in DENIED:
+                    granted.append(f"{statement}: {code}")
+            assert refusal(cursor, f"KILL {number}") in (1094, 1095)
+            cursor.execute("SHOW FULL PROCESSLIST")
+            assert {row[1] for row in cursor.fetchall()} == {"lockrouter"}
+            cursor.execute("SHOW DATABASES")
+            seen = {row[0] for row in cursor.fetchall()}
+            assert not seen & {"private", "mysql", "sys"}
+            cursor.execute("SELECT LOAD_FILE('/etc/hostname')")
+            assert cursor.fetchall() == ((None,),)
+        operator.execute("SELECT 1")
     assert granted == []
 
 

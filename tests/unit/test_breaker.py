@@ -86,6 +86,15 @@ def test_no_probe_before_its_time(clock: Clock, opened: Breaker) -> None:
     assert opened.probe_in() == 0.0 and opened.take_probe()
 
 
+def test_processes_that_failed_together_probe_apart(clock: Clock) -> None:
+    due = set()
+    for _ in range(100):
+        breaker = Breaker(1, 1.0, clock=clock)
+        breaker.fault()
+        due.add(round(breaker.probe_in(), 2))
+    assert len(due) > 20 and max(due) - min(due) > 0.2
+
+
 def test_a_closed_breaker_needs_no_probe(breaker: Breaker) -> None:
     assert not breaker.take_probe() and breaker.probe_in() == 0.0
 
