@@ -396,6 +396,7 @@ LIES: dict[str, Serve] = {
     "rows in an OK": lambda line: line.sendall(ok(1, 0x000B)),
     "an error without a text": lambda line: line.sendall(packet(b"\xff\x17", 1)),
 }
+QUICKLY = {"a packet of 16 MB", "rows of no end", "a file", "a row of nonsense"}
 EXCHANGES = (
     b"SET SESSION autocommit = 0",
     b"m.protocol, m.fingerprint FROM",
@@ -418,7 +419,7 @@ def flood_numbered(line: socket.socket, first: bytes, payload: bytes) -> None:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("lie", [pytest.param(lie, marks=[] if lie in QUICKLY else pytest.mark.slow) for lie in LIES])
 def test_a_lie_in_any_exchange_costs_its_connection_alone(real: Routers, cluster: Cluster, lie: str) -> None:
     """Row locks and leases, and what the background says; the next connection tells the truth again."""
     with Proxy(cluster.port(0)) as proxy:
