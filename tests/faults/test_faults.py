@@ -409,6 +409,21 @@ def test_idle_sessions_the_server_closed_are_no_fault(routers: Routers, server: 
         assert routers.metric(router, "lockrouter_acquires_total", shard=NAME, mode="row", outcome="error") == 0
 
 
+def test_an_idle_connection_that_was_cut_without_a_word_is_no_fault(routers: Routers, proxy: Proxy) -> None:
+    """It had not been proven alive within the second: its silence says nothing of the server."""
+    router = routers.make(ports={SHARD: proxy.port}, breaker={"failures": 1}, pool={"min_idle": 1})
+    key = a_key(router)
+    fine(router, key)
+    eventually(lambda: router._core.shards[NAME].pool.counts()["idle"])
+    threading.Event().wait(1.1)
+    proxy.cut(Cut.STALL, said=b"FOR UPDATE")
+    outcome = attempt(router, key, 0.3)
+    assert isinstance(outcome, ShardUnavailable), outcome
+    assert router.health()[NAME]["breaker"] == "closed"
+    fine(router, key, 5.0)
+    proxy.accept()
+
+
 SLEEPER = """
 import sys, threading, msgspec, lockrouter
 file, key, *others = sys.argv[1:]
