@@ -396,7 +396,7 @@ LIES: dict[str, Serve] = {
     "rows in an OK": lambda line: line.sendall(ok(1, 0x000B)),
     "an error without a text": lambda line: line.sendall(packet(b"\xff\x17", 1)),
 }
-QUICKLY = {"a packet of 16 MB", "rows of no end", "a file", "a row of nonsense"}
+QUICKLY = {"a packet of 16 MB", "a file", "a row of nonsense"}
 EXCHANGES = (
     b"SET SESSION autocommit = 0",
     b"m.protocol, m.fingerprint FROM",
