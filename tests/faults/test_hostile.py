@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pymysql
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -207,6 +208,25 @@ def test_a_stranger_gets_nothing_and_holds_nobody_up(routers: Callable[..., Lock
         assert PASSWORD.encode() not in server.heard
         assert b"root:" not in server.heard
         soon_enough(1.5, router.close, tries=1)
+
+
+@pytest.mark.parametrize(
+    "stranger", ["another protocol", "questions of no end", "the password in plain text", "a file", "a file later"]
+)
+def test_a_stranger_before_a_driver_of_unknown_insides(
+    routers: Callable[..., LockRouter], monkeypatch: pytest.MonkeyPatch, stranger: str
+) -> None:
+    """It is as discreet. Its login is bounded in time, not in size; of garbled replies to statements nothing is known
+    but that its stream has ended, which is what a dead server's does."""
+    monkeypatch.setattr(pymysql, "VERSION", (9, 0, 0, "final"))
+    with FakeServer(STRANGERS[stranger]) as server:
+        router = routers(server.port)
+        soon_enough(TIMEOUT + 0.15, lambda: outcome(router))
+        for _ in range(6):
+            failure = outcome(router)
+            assert "file" in stranger or isinstance(failure, (ShardUnavailable, PoolTimeout)), failure
+        assert PASSWORD.encode() not in server.heard
+        assert b"root:" not in server.heard
 
 
 @pytest.mark.parametrize("code", [1040, 1047, 1129, 1130, 1203, 1226, 1290, 1836, 3118, 4151, 6000])
