@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import logging
 import weakref
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 
 from lockrouter import tokens
 from lockrouter.deadline import GRACE, Deadline, now
@@ -39,7 +39,7 @@ from lockrouter.pool import Borrower, Exhausted, PoolClosed
 from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Reply, Rows, is_off
 from lockrouter.routing import Routing
-from lockrouter.session import ROWS, Answered, Gone, Session, Silent, State, driver_error
+from lockrouter.session import ROWS, Answered, Garbled, Gone, Session, Silent, State, driver_error
 from lockrouter.sql.statements import MAX_STATEMENT_WAIT, bucket_state, probe_table, read_bucket
 
 if TYPE_CHECKING:
@@ -316,13 +316,18 @@ def ask_shard(ask: Ask) -> Operation[Hold | None]:
             if ask.core.closed:
                 raise RouterClosed("the router was closed while waiting")
             if not shard.breaker.closed:
-                return (yield from _in_outage(ask))
+                local = yield from _in_outage(ask)
+                if local is Unlocked.REPEAT:
+                    continue
+                return local
             error = shard.refusal_error()
             if error is not None:
                 raise error
         try:
             outcome = yield from (_attempt(ask, fresh=fresh) if ask.early is None else _go_on(ask))
         except Gone as gone:
+            if ask.session is None and isinstance(gone, Garbled):
+                raise ShardUnavailable(f"is no server of ours: {gone}", shard=shard.id) from driver_error(gone)
             if ask.session is None:
                 faults = yield from _faulted(ask, gone, faults)
                 continue
@@ -713,8 +718,11 @@ def _shard_error(shard: Shard, error: Answered) -> ShardError:
     return made
 
 
-def _in_outage(ask: Ask) -> Operation[Hold | None]:
-    """The breaker is open: refuse, or exclude this process only, as the key's class says."""
+def _in_outage(ask: Ask) -> Operation[Hold | Literal[Unlocked.REPEAT] | None]:
+    """The breaker is open: refuse, or exclude this process only, as the key's class says.
+
+    REPEAT: it is not as it was when the caller began to wait; others may be granted the row by now.
+    """
     shard, core = ask.shard, ask.core
     if shard.breaker.refusal is not None:
         raise ShardUnavailable(shard.breaker.refusal, shard=shard.id) from shard.cause
@@ -733,8 +741,11 @@ def _in_outage(ask: Ask) -> Operation[Hold | None]:
             return None
         if place is Place.QUEUED:
             place = yield from queue_at(ask, gates, request)
-        if place is Place.GONE:
-            raise ask.timed_out(gates)
+            if place is Place.GONE:
+                raise ask.timed_out(gates)
+            if shard.breaker.closed or shard.breaker.refusal is not None or core.storm():
+                gates.leave_queue(request)
+                return Unlocked.REPEAT
         ask.local = Hold(ask.address.slot, ask.key, ask.thing, ask.owner, shard=shard, session=None)
         ask.local.shared = ask.shared
         gates.granted(request, ask.local)

@@ -152,6 +152,8 @@ class Core:
             self.lose_hold(hold, LossReason.ROUTER_CLOSED)
             if hold.session is not None:
                 hold.session.die()
+            if hold.degraded:
+                self.local_gates.leave(hold)  # another router of this process may have the row now
         self.leases.end(until)
         if self._watcher is not None:
             self._watcher.close(self.config.pool.connect_timeout + 1.0)

@@ -16,11 +16,11 @@ import secrets
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pymysql import err
-from pymysql.connections import Connection
 from pymysql.constants import CLIENT, COMMAND
 from pymysql.protocol import MysqlPacket
 
 from lockrouter.deadline import now
+from lockrouter.handshake import Handshake
 from lockrouter.protocol.packets import IN_TRANSACTION
 from lockrouter.session import State
 
@@ -69,7 +69,7 @@ class Guard(Protocol):
         """The server's transaction has ended, and the lock with it."""
 
 
-class GuardedConnection(Connection):
+class GuardedConnection(Handshake):
     """PyMySQL's connection of a lent session; see the module's rules."""
 
     _result: Any

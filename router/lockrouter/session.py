@@ -1,6 +1,6 @@
 """One connection to one server, the state it is in, and what is still unread on it.
 
-This module and `protocol/wire.py` are the only ones that touch PyMySQL's internals: PyMySQL connects and
+This module, `handshake` and `protocol/wire.py` are the only ones that touch PyMySQL's internals: PyMySQL connects and
 authenticates, DBUtils owns the connection object, and from then on this module talks to its socket.
 """
 
@@ -11,17 +11,18 @@ import enum
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pymysql
 from dbutils.steady_db import SteadyDBConnection
 from pymysql.connections import Connection
-from pymysql.constants import CR
 
 from lockrouter.bridge import Bridge, end
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason
+from lockrouter.handshake import PLAIN_REFUSED, Handshake, is_answer, log_in, require_tls
 from lockrouter.protocol.effects import CALL, RECEIVE, TALK, Operation
 from lockrouter.protocol.packets import (
     IN_TRANSACTION,
@@ -50,6 +51,7 @@ __all__ = [
     "ROWS",
     "TRANSACTIONS",
     "Answered",
+    "Garbled",
     "Gone",
     "Incarnation",
     "Session",
@@ -61,8 +63,9 @@ __all__ = [
     "driver_is_known",
     "login",
     "open_session",
-    "require_tls",
+    "sensible",
     "set_up",
+    "single_row",
 ]
 
 ROWS, TRANSACTIONS = range(2)
@@ -73,6 +76,8 @@ Incarnation = tuple[bytes, int]
 
 
 _OK_SIZE = 11
+_OVER = 0.1
+"""Seconds after which a login that should have ended by itself is given up."""
 _CUT_SHORT = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 _KNOWN_DRIVERS = ((1, 1), (1, 2))
 
@@ -99,6 +104,10 @@ class Gone(Exception):
         self.answered = answered
 
 
+class Garbled(Gone):
+    """The connection was ended because what came cannot be a reply: whoever says such things does answer."""
+
+
 class Silent(Exception):
     """No complete reply came in time; the connection is closed."""
 
@@ -109,6 +118,11 @@ class Answered(Exception):
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"({code}) {message}" if code else message)
         self.code = code
+
+
+def _handshake(**arguments: Any) -> Handshake:
+    """What DBUtils calls; it would call the method `connect` of a class."""
+    return Handshake(**arguments)
 
 
 def driver_is_known() -> bool:
@@ -253,7 +267,10 @@ class Session:
         except TimeoutError as error:
             self.die()
             raise Silent(str(error)) from None
-        except (OSError, ProtocolViolation) as error:
+        except ProtocolViolation as error:
+            self.die()
+            raise Garbled(str(error), answered=answered) from error
+        except OSError as error:
             self.die()
             raise Gone(str(error), answered=answered) from error
         except BaseException:
@@ -559,26 +576,20 @@ def login(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None) -> dic
         "write_timeout": bound,
         "ssl": tls,
         "ssl_disabled": tls is None,
+        "auth_plugin_map": PLAIN_REFUSED if tls is None and endpoint.unix_socket is None else {},
         "program_name": "lockrouter",
         "defer_connect": True,
     }
 
 
-def require_tls(connection: Connection[Any], tls: ssl.SSLContext | None) -> None:
-    """Refuse a connection that is not encrypted though that was asked for: not every PyMySQL does.
-
-    Raises:
-        Answered: it is not.
-    """
-    sock: Any = connection._sock  # type: ignore[attr-defined]
-    if tls is not None and not isinstance(sock, ssl.SSLSocket) and sock.family != socket.AF_UNIX:
-        connection._force_close()  # type: ignore[attr-defined]
-        raise Answered(0, "the server does not speak TLS")
-
-
 def patient_login(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None) -> dict[str, Any]:
-    """As `login`, for a connection that PyMySQL itself goes on to use: values stay text, reads have no bound of its."""
-    return {**login(endpoint, seconds, tls), "conv": {}, "read_timeout": None, "write_timeout": None}
+    """As `login`, for a connection that PyMySQL itself goes on to use: values stay text, reads have no bound of its.
+
+    Whether it speaks TLS is known only afterwards, so the password is not sent as it is even where TLS is asked for.
+    """
+    plain = PLAIN_REFUSED if endpoint.unix_socket is None else {}
+    unbounded: dict[str, Any] = {"conv": {}, "read_timeout": None, "write_timeout": None}
+    return {**login(endpoint, seconds, tls), **unbounded, "auth_plugin_map": plain}
 
 
 def _authenticate_unknown(
@@ -612,10 +623,10 @@ def _authenticate_unknown(
         if line is not None:
             line.settimeout(None)
         if tls is not None and endpoint.unix_socket is None:
-            with connection.cursor() as cursor:
-                cursor.execute("SHOW SESSION STATUS LIKE 'Ssl_cipher'")
-                if not any(row[1] for row in cursor.fetchall()):
-                    raise Answered(0, "the server does not speak TLS")
+            try:
+                require_tls(connection)
+            except pymysql.MySQLError as error:
+                raise _login_failed(error) from error
         return line
     except BaseException as error:
         if line is not None:
@@ -635,28 +646,30 @@ def authenticate(
     """Connect, unless a connected socket is given, and log in within about `seconds`, blocking.
 
     Raises:
-        Answered, Gone: as `dial`.
+        Answered, Gone, Silent: as `dial`.
     """
     bound = max(0.001, seconds)
+    until = now() + bound
     try:
-        connection.connect(sock or _plain_socket(endpoint, bound))
+        sock = sock or _plain_socket(endpoint, bound)
+        log_in(connection, sock, until)
     except pymysql.MySQLError as error:
-        code = error.args[0] if error.args and isinstance(error.args[0], int) else 0
-        text = str(error.args[1]) if len(error.args) > 1 else str(error)
-        cause = getattr(error, "original_exception", None)
-        if code == CR.CR_SSL_CONNECTION_ERROR or (
-            isinstance(cause, ssl.SSLError) and not isinstance(cause, _CUT_SHORT)
-        ):
-            raise Answered(0, text) from error  # it is there, and may be granting to others
-        if 1000 <= code < 2000 or 3000 <= code < 4000:
-            raise Answered(code, text) from error
-        if isinstance(cause, TimeoutError) or "timed out" in text:
-            raise Silent(text) from error
-        raise Gone(text) from error
+        raise _login_failed(error) from error
     except TimeoutError as error:
         raise Silent(f"no connection within {bound:.3f} s") from error
     except OSError as error:
         raise Gone(str(error)) from error
+
+
+def _login_failed(error: pymysql.MySQLError) -> Answered | Gone | Silent:
+    code = error.args[0] if error.args and isinstance(error.args[0], int) else 0
+    text = str(error.args[1]) if len(error.args) > 1 else str(error)
+    cause = getattr(error, "original_exception", None)
+    if is_answer(error) or (isinstance(cause, ssl.SSLError) and not isinstance(cause, _CUT_SHORT)):
+        return Answered(code, text)  # it is there, and may be granting to others
+    if isinstance(cause, TimeoutError) or "timed out" in text:
+        return Silent(text)
+    return Gone(text)
 
 
 def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, grants: Grants | None = None) -> Session:
@@ -667,19 +680,19 @@ def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, grants:
         Gone: it refused, could not be reached, or ended the connection.
         Silent: it did not answer in time.
     """
+    known = driver_is_known()
     steady = SteadyDBConnection(
-        pymysql,
+        _handshake if known else pymysql,
         failures=(_NeverRaised,),
         ping=0,
         closeable=True,
-        **(login(endpoint, seconds, tls) if driver_is_known() else patient_login(endpoint, seconds, tls)),
+        **(login if known else patient_login)(endpoint, seconds, tls),
     )
     connection = steady._con
-    if not driver_is_known():
+    if not known:
         line = _authenticate_unknown(connection, endpoint, seconds, tls)
         return Session(None, connection, grants, Bridge(connection, line, steady))
     authenticate(connection, endpoint, seconds)
-    require_tls(connection, tls)
     session = Session(steady, connection, grants)
     # The socket is this module's now: PyMySQL's reader must not take bytes, its finaliser must not send any.
     connection._rfile, connection._sock, connection._closed = None, None, True
@@ -701,7 +714,10 @@ def open_session(
         Answered, Gone, Silent: as `dial`, and for what the set-up says.
     """
     until = now() + seconds
-    session: Session = yield (CALL, lambda: dial(endpoint, seconds, tls, grants), None)
+    try:
+        session: Session = yield (CALL, lambda: dial(endpoint, seconds, tls, grants), until + _OVER)
+    except TimeoutError:
+        raise Silent(f"no connection within {seconds:.3f} s") from None  # a resolver that hangs, by what it looks like
     setup = session.dialect.control_setup if control else session.dialect.session_setup
     yield from set_up(session, setup(ghost_timeout), until)
     return session
@@ -723,7 +739,7 @@ def set_up(session: Session, packet: bytes, until: float) -> Operation[None]:
         raise
 
 
-def single_row(reply: Reply, *, columns: int | None = None) -> tuple[bytes | None, ...]:
+def single_row(reply: Reply) -> tuple[bytes | None, ...]:
     """Return the one row of a reply.
 
     Raises:
@@ -734,3 +750,16 @@ def single_row(reply: Reply, *, columns: int | None = None) -> tuple[bytes | Non
     if not isinstance(reply, Rows) or len(reply.rows) != 1:
         raise Answered(0, "expected exactly one row")
     return reply.rows[0]
+
+
+@contextmanager
+def sensible() -> Iterator[None]:
+    """Read a row inside: another number of columns or another kind of values is an answer that helps nobody.
+
+    Raises:
+        Answered: it is.
+    """
+    try:
+        yield
+    except (ArithmeticError, IndexError, ValueError):
+        raise Answered(0, "the server says nonsense of itself") from None

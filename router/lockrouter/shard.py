@@ -20,7 +20,18 @@ from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation, Waiter
 from lockrouter.protocol.packets import PING, Grants
 from lockrouter.reading import started_us
 from lockrouter.routing import PROTOCOL, fingerprint
-from lockrouter.session import Answered, Gone, Session, Silent, State, driver_error, open_session, set_up, single_row
+from lockrouter.session import (
+    Answered,
+    Gone,
+    Session,
+    Silent,
+    State,
+    driver_error,
+    open_session,
+    sensible,
+    set_up,
+    single_row,
+)
 from lockrouter.sql.statements import LEASE_SESSION
 from lockrouter.watcher import Task, Watcher
 
@@ -226,15 +237,12 @@ class Shard:
         """Learn which server a session leads to; it is in a transaction afterwards, which has locked nothing."""
         try:
             row = single_row((yield from session.exchange(session.dialect.whoami(), now() + max(seconds, 0.05))))
+            with sensible():
+                connection_id, identity, started, protocol, found, prepares = (field or b"" for field in row)
+                numbers, started_at = (int(connection_id), int(protocol)), started_us(started)
         except BaseException:
             session.die()
             raise
-        connection_id, identity, started, protocol, found, prepares = (field or b"" for field in row)
-        try:
-            numbers, started_at = (int(connection_id), int(protocol)), started_us(started)
-        except ValueError:
-            session.die()
-            raise Gone("the server says nonsense of itself", answered=True) from None
         if numbers[0] != session.connection_id:
             session.die()
             raise Answered(0, "a proxy shares server connections between clients; row locks need their own")
@@ -310,9 +318,11 @@ class Shard:
         """The server did not answer."""
         self.cause = driver_error(error)
         # A host that answers may know of another primary, which grants: then the shard is not simply dead.
-        if self.breaker.fault(probe=probe, refusal=self.keeper.hosts.answering()):
+        opened = self.breaker.fault(probe=probe, refusal=self.keeper.hosts.answering())
+        if opened or (probe and self.refusal is not None):
             _log.warning("shard %s: does not answer, breaker open: %s", self.id, error)
             self.rights = None
+            self.refusal = None
             self.waiting_for = f"the shard does not answer: {error}"
             self.interrupting = True
             self._wake()

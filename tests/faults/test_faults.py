@@ -394,11 +394,11 @@ def test_a_session_killed_while_waiting_waits_again(routers: Routers, server: Ob
 
 
 def test_idle_sessions_the_server_closed_are_no_fault(routers: Routers, server: Observer) -> None:
-    router = routers.make(breaker={"failures": 1}, pool={"min_idle": 4})
+    router = routers.make(breaker={"failures": 1}, pool={"size": 32, "min_idle": 32, "connect_timeout": 5.0})
     key = a_key(router)
     for pause in (0.0, 0.3):
         router.warm()
-        eventually(lambda: router.health()[NAME]["pool"]["idle"] >= 4)
+        eventually(lambda: router.health()[NAME]["pool"]["idle"] >= 32)
         for seen in server.sessions():
             with contextlib.suppress(pymysql.err.Error):
                 server.kill(seen.id)
@@ -406,6 +406,21 @@ def test_idle_sessions_the_server_closed_are_no_fault(routers: Routers, server: 
         fine(router, key, 3.0)
         assert router.health()[NAME]["breaker"] == "closed"
         assert routers.metric(router, "lockrouter_acquires_total", shard=NAME, mode="row", outcome="error") == 0
+
+
+def test_an_idle_connection_that_was_cut_without_a_word_is_no_fault(routers: Routers, proxy: Proxy) -> None:
+    """It had not been proven alive within the second: its silence says nothing of the server."""
+    router = routers.make(ports={SHARD: proxy.port}, breaker={"failures": 1}, pool={"min_idle": 1})
+    key = a_key(router)
+    fine(router, key)
+    eventually(lambda: router._core.shards[NAME].pool.counts()["idle"])
+    threading.Event().wait(1.1)
+    proxy.cut(Cut.STALL, said=b"FOR UPDATE")
+    outcome = attempt(router, key, 0.3)
+    assert isinstance(outcome, ShardUnavailable), outcome
+    assert router.health()[NAME]["breaker"] == "closed"
+    fine(router, key, 5.0)
+    proxy.accept()
 
 
 SLEEPER = """

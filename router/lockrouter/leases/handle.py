@@ -206,6 +206,8 @@ class Lease:
             error.add_note(f"and the lease could not be released: {trouble}")
 
     def __repr__(self) -> str:
+        if self._held_as is None:
+            return "<Lease of nothing yet>"  # an error reporter shows the locals of a call that failed
         state = "released" if not self._open else "lost" if self._entry.lost else "held"
         return f"<Lease {self._leases.shown(self._entry.key)} on {self._entry.shard.id} {state}>"
 
