@@ -196,9 +196,11 @@ def _others(story: Story) -> Verdict:
         if outcome is None or not story.calm(attempt, outcome.at):
             continue
         checks += 1
+        if attempt.impatient:
+            continue
         if outcome.what != "ok" and outcome.note not in ("busy", "held", "skipped", "another leads", "LockTimeout"):
-            why = next((event.note for event in attempt.told if event.what == "why"), "")
-            wrong.append(f"{outcome.key}: {outcome.what} {outcome.note} at {outcome.at:.3f} in calm: {why}")
+            text = f"{outcome.key}: {outcome.what} {outcome.note} at {outcome.at:.3f} in calm: {attempt.why}"
+            wrong.append(text)
     return Verdict(checks, wrong)
 
 

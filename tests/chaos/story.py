@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tests.chaos.plan import ENDS_SESSIONS
+from tests.chaos.site import SHARDS
 from tests.chaos.storm import Struck
 from tests.support.history import Event
 from tests.support.judges import Overlap
@@ -16,6 +17,8 @@ __all__ = ["AFTERMATH", "Attempt", "Story"]
 
 AFTERMATH = 5.0
 """Seconds after a fault in which its consequences may still be felt: open breakers, restarted terms, dead sessions."""
+_PATIENCE = 1.0
+"""Seconds within which a server that is well has always answered."""
 ROW_KINDS = ("row", "fork", "keep")
 
 
@@ -36,6 +39,17 @@ class Attempt(NamedTuple):
     def verb(self) -> str:
         """What was called."""
         return self.told[0].note
+
+    @property
+    def why(self) -> str:
+        """The text of its error, where it ended in one that is no answer."""
+        return next((event.note for event in self.told if event.what == "why"), "")
+
+    @property
+    def impatient(self) -> bool:
+        """It ended by its own timeout, which was too short for a crowded machine to say more."""
+        timeouts = [float(event.note.split()[1]) for event in self.told if event.what == "took"]
+        return "caller's" in self.why and all(timeout < _PATIENCE for timeout in timeouts)
 
     def at(self, *what: str) -> list[float]:
         """When such events were."""
@@ -109,10 +123,11 @@ class Story:
         return [one for one in self.struck if one.target == target and one.began <= end and one.ended >= begin]
 
     def calm(self, attempt: Attempt, at: float) -> bool:
-        """No fault, and no consequence of one, explains what this acquisition met."""
+        """No fault, and no consequence of one, explains what this acquisition met, on any shard its error names."""
         begin = attempt.told[0].at - AFTERMATH
+        shards = {attempt.shard, *(shard for shard in SHARDS if shard in attempt.why)}
         return (
-            not self.faults(attempt.shard, begin, at)
+            not any(self.faults(shard, begin, at) for shard in shards)
             and self.stalled(attempt.process, begin, at) < 0.5
             and self.born[attempt.process] < begin
         )

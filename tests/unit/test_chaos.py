@@ -180,6 +180,7 @@ def attempt(what: str, note: str = "") -> list[Event]:
     return call(B, 9, ROW, (49.0, "invoke"), (50.0, what, 0, note))
 
 
+WHY = Event(50.0, B, 9, "why", ROW, 0, "shard mysql-0: did not answer within the caller's timeout")
 FREEZE = Struck("freeze worker", "300", 20.0, 24.0)
 SILENCE = Struck("silence", "mysql-0", 20.0, 26.0)
 OLD = [(19.0, "invoke"), (19.5, "ok", 99, "")]
@@ -218,6 +219,7 @@ WRONG: list[tuple[str, list[Event], list[Struck], dict[str, object]]] = [
     ("I10", [Event(2, A, 0, "fork", ROW, 0, "0 closed")], [], {}),
     ("I10", [Event(2, A, 0, "green"), Event(9, A, 0, "stall", "", 0, "1.5")], [], {}),
     ("I11", attempt("fail", "ShardUnavailable"), [Struck("refuse", "mysql-1", 45.0, 49.0)], {}),
+    ("I11", [*attempt("fail", "ShardUnavailable"), WHY, took("row", 2.0, 2.0)], [], {}),
     ("I12", attempt("ok", "degraded"), [Struck("refuse", "mysql-1", 45.0, 49.0)], {}),
     ("I13", [], [], {"checkups": [well(new_series=1)]}),
     ("I13", [], [], {"checkups": [well(gauge=3.0)]}),
@@ -250,6 +252,12 @@ AWAKE = Event(50.0, B, 0, "stall", "", 0, "3")
 EXCUSED: list[tuple[str, list[Event], list[Struck]]] = [
     ("its session was killed", row(B, 2, 1.8, 1.9, 11), [Struck("kill sessions", "mysql-0", 1.7, 1.7)]),
     ("the shard was away", attempt("fail", "ShardUnavailable"), [Struck("refuse", "mysql-0", 45.0, 49.0)]),
+    (
+        "another of its shards was away",
+        [*attempt("fail", "ShardUnavailable"), Event(50, B, 9, "why", ROW, 0, "shard mysql-1: does not answer")],
+        [Struck("refuse", "mysql-1", 45.0, 49.0)],
+    ),
+    ("it had no time", [*attempt("fail", "ShardUnavailable"), WHY, took("row", 0.05, 0.1)], []),
     ("its process was killed", call("400-0", 1, "mariadb-3/row/1", (49.0, "invoke")), [KILLED]),
     ("its process was frozen", [*attempt("fail", "LockTimeout"), took("row", 1.0, 4.0), AWAKE], []),
 ]
