@@ -294,10 +294,10 @@ router = LockRouter.from_file(sys.argv[1])
 row, key = router.lock(sys.argv[2]), sys.argv[2]
 lease = router.lease(key, ttl=3)
 print("held", flush=True)
-for step in (86400.0, -86400.0, 0.0):
+for step in (86400.0, -86400.0):
     sys.stdin.readline()
     offset[0] = step
-    time.sleep(1.2)
+    time.sleep(1.1)
     row.check()
     lease.check()
     print(not row.lost and not lease.lost and 0 < lease.remaining() <= 3, flush=True)
@@ -315,12 +315,12 @@ def test_a_clients_clock_that_steps_and_a_pause_touch_nothing(cluster: Cluster, 
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        for _ in range(3):
+        for _ in range(2):
             process.stdin.write("\n")
             process.stdin.flush()
             os.kill(process.pid, signal.SIGSTOP)
             began = now()
-            while now() < began + 1.0:
+            while now() < began + 0.6:
                 assert router.try_lock(key) is None
                 assert router.try_lease(key, ttl=1) is None
                 time.sleep(0.1)
