@@ -6,7 +6,7 @@ REQUIREMENTS := .venv/.requirements-installed
 PACKAGE := .venv/.package-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint demo bench load chaos clean
+.PHONY: help setup test lint slow chaos soak demo bench load clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -32,8 +32,14 @@ lint: setup ## style, types, and which module may import which
 test: lint ## lint, then every quick test, on both servers
 	$(BIN)/pytest -m "not slow"
 
-chaos: setup ## the slow tests: faults, kills, long runs
+slow: setup ## the tests that take more than ten seconds: kills, long histories, many repetitions
 	$(BIN)/pytest -m slow
+
+chaos: setup ## random faults over four shards of both vendors, then the invariants: OPTIONS="--seconds 180 --seed 1 --on-outage local"
+	$(BIN)/python -m tests.chaos $(OPTIONS)
+
+soak: setup ## every verb at full speed: memory, threads, descriptors, sessions stay flat: OPTIONS="--operations 20000000"
+	$(BIN)/python -m tests.chaos.soak $(OPTIONS)
 
 demo: setup ## four shards, a mixed load, one outage, a proof of exclusion
 	@$(BIN)/lockrouter demo

@@ -267,7 +267,9 @@ def test_verify_names_what_weakens_a_group_and_nothing_else(plain: Group) -> Non
     assert named == ["exit_state_action", "unreachable_majority_timeout"]
 
 
-def test_planned_switchover_after_drain_never_two_holders_and_leases_are_kept(plain: Group, tmp_path: Path) -> None:
+def test_planned_switchover_of_a_group_after_drain_never_two_holders_and_leases_are_kept(
+    plain: Group, tmp_path: Path
+) -> None:
     """API section 0, row "planned switchover after `lockrouter drain`": several processes count under the lock."""
     router = plain.router()
     leases = [router.lease(f"lease:{number}", ttl=30, timeout=10) for number in range(5)]

@@ -19,7 +19,7 @@ from tests.support.lease_worker import KEYS
 from tests.support.observe import Observer, eventually
 from tests.support.workers import Workers
 
-pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 OPERATIONS = 100_000
 PROCESSES = 8
@@ -69,6 +69,7 @@ def owned(servers: list[Observer]) -> list[tuple[bytes, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_long_history_with_all_faults(cluster: Cluster, servers: list[Observer], tmp_path: Path) -> None:
     dice = random.Random(11)
     began = time.monotonic()
@@ -99,10 +100,11 @@ def test_a_long_history_with_all_faults(cluster: Cluster, servers: list[Observer
     assert len({event.key for event in read(tmp_path)}) == KEYS
 
 
+@pytest.mark.slow
 def test_the_checker_catches_a_store_that_does_not_ask_for_the_owner(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BREAK", "owner")
+    monkeypatch.setenv("BREAK", "forget_owners")
     arguments = [str(cluster.shards_file), str(tmp_path)]
     with Workers("tests.support.lease_worker", arguments, 4) as fleet:
         fleet.go()
@@ -116,3 +118,13 @@ def test_the_checker_catches_a_store_that_does_not_ask_for_the_owner(
     report = judge(read(tmp_path))
     print(f"\n{cluster.vendor}: {report}", *report.violations[:3], sep="\n")
     assert report.violations
+
+
+def test_the_checker_catches_a_store_that_gives_what_is_owned(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BREAK", "take_owned")
+    with Workers("tests.support.lease_worker", [str(cluster.shards_file), str(tmp_path)], 2) as fleet:
+        fleet.go()
+        eventually(lambda: judge(read(tmp_path)).violations, 20.0, every=0.2)
+        fleet.end()

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pymysql
 import pytest
@@ -18,10 +15,10 @@ from lockrouter.testing.cluster import Cluster
 from tests.support.accounts import Accounts
 from tests.support.money import ACCOUNTS, MOVES
 from tests.support.observe import Observer, eventually
+from tests.support.workers import Workers
 
 pytestmark = pytest.mark.server
 
-ROOT = Path(__file__).parents[2]
 PROCESSES = 3
 
 
@@ -42,11 +39,6 @@ def accounts(server: Observer, cluster: Cluster) -> Iterator[Accounts]:
     yield made
     cluster.start(0)
     made.drop()
-
-
-def start(cluster: Cluster, seed: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.support.money", str(cluster.shards_file), str(seed)]
-    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def kill_some(server: Observer, dice: random.Random, seconds: float) -> int:
@@ -74,16 +66,9 @@ def sums(server: Observer) -> tuple[int, int]:
 
 def test_the_sum_never_changes(cluster: Cluster, server: Observer, accounts: Accounts) -> None:
     dice = random.Random(7)
-    processes = [start(cluster, seed) for seed in range(PROCESSES)]
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
+    with Workers("tests.support.money", [str(cluster.shards_file)], PROCESSES) as fleet:
         assert sums(server)[0] == accounts.total, "after the first transaction of each process"
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
+        fleet.go()
         killed = kill_some(server, dice, 4.0)
         assert sums(server)[0] == accounts.total
         cluster.kill(0)
@@ -91,14 +76,8 @@ def test_the_sum_never_changes(cluster: Cluster, server: Observer, accounts: Acc
         cluster.start(0)
         killed += kill_some(server, dice, 6.0)
         figures: Counter[str] = Counter()
-        for process in processes:
-            said, _ = process.communicate(timeout=40)
-            assert process.returncode == 0
-            figures.update(json.loads(said.splitlines()[-1]))
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+        for said in fleet.finish(40):
+            figures.update(json.loads(said))
     eventually(lambda: not server.locks()["holders"], 15.0)
     money, moves = sums(server)
     print(killed, moves, figures)

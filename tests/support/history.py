@@ -6,8 +6,8 @@
 3. A hold is *claimed* from its ok until the last moment its holder is known to have thought itself the holder: a look
    at `lost` that said no, or the start of the release. The clock is the machine's, the same for all its processes.
 4. `judge`: no two claims of one key overlap (or no more than `permits`), and its tokens rise in the claims' order.
-
 An unknown acquisition claims nothing. A frozen holder claims what it saw before and after it, if it was not lost then.
+A lease's holder that says until when it has the lease claims all of that, also if it is killed.
 """
 
 from __future__ import annotations
@@ -17,28 +17,43 @@ import itertools
 import os
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from lockrouter.deadline import now
 
-__all__ = ["Call", "Claim", "Event", "Recorder", "Report", "claims", "judge", "read"]
+__all__ = [
+    "Call",
+    "Claim",
+    "Event",
+    "Recorder",
+    "Report",
+    "claims",
+    "judge",
+    "read",
+]
 
 ENDS = ("ok", "fail", "unknown")
 OPERATIONS = ("invoke", "renew", "check", "release")
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True):
-    """One line of a history; `call` is unique in its process."""
+    """One line of a history; `call` is unique in its process, and 0 where the event belongs to no acquisition."""
 
     at: float
     process: str
     call: int
     what: str
-    """invoke, ok, fail, unknown, held (not lost then), release (begins), released, lost; others are operations."""
+    """invoke, ok, fail, unknown, held (not lost then), release (begins), released, lost; others are operations.
+
+    Of a row lock also: proved (a check succeeded that was asked for then), confirmed (the release was proved, and the
+    lock held when it began), left (the holder stopped, lost or not). Of a lease: until (has it until then, if it is not
+    released). Of a nested acquisition: nested.
+    """
     key: str = ""
     token: int = 0
     note: str = ""
@@ -58,11 +73,15 @@ class Recorder:
         self._calls = itertools.count(1)
         self._lock = threading.Lock()
 
-    def invoke(self, key: str) -> Call:
+    def invoke(self, key: str, note: str = "") -> Call:
         """An acquisition of `key` begins."""
         call = Call(self, next(self._calls), key)
-        call.say("invoke")
+        call.say("invoke", note=note)
         return call
+
+    def note(self, what: str, key: str = "", note: str = "", *, at: float | None = None) -> None:
+        """Append an event that belongs to no acquisition."""
+        self.write(Event(now() if at is None else at, self.process, 0, what, key, 0, note))
 
     def write(self, event: Event) -> None:
         """Append one event."""
@@ -82,6 +101,8 @@ class Call:
         self._recorder = recorder
         self.number = number
         self.key = key
+        self.ended = False
+        """Whether its outcome is known."""
 
     def event(self, what: str) -> Event:
         """An event of now that says nothing of holding, such as a renewal that ended."""
@@ -89,8 +110,19 @@ class Call:
 
     def say(self, what: str, *, token: int = 0, note: str = "", at: float | None = None) -> None:
         """Append an event of this call, of now or of an earlier moment."""
+        self.ended = self.ended or what in ENDS
         event = Event(now() if at is None else at, self._recorder.process, self.number, what, self.key, token, note)
         self._recorder.write(event)
+
+    @contextmanager
+    def timed(self, verb: str, timeout: float) -> Iterator[None]:
+        """The block is the call itself, which has so many seconds; whatever it answers, how long it took is noted."""
+        began = now()
+        try:
+            yield
+        finally:
+            ended = now()
+            self.say("took", note=f"{verb} {timeout:.4f} {ended - began:.4f}", at=ended)
 
     def ok(self, token: int) -> None:
         """It was granted."""
@@ -103,6 +135,23 @@ class Call:
         self.say("lost" if gone else "held", at=at)
         return not gone
 
+    def look_ahead(self, lease: Leased) -> bool:
+        """As `look`, and say until when the holder has the lease."""
+        at = now()
+        left = lease.remaining()
+        if left and not lease.lost:
+            self.say("until", at=at + left)
+        return self.look(lease)
+
+
+class Leased(Protocol):
+    """What says how long it is held."""
+
+    @property
+    def lost(self) -> bool: ...
+
+    def remaining(self) -> float: ...
+
 
 class Claim(NamedTuple):
     """Somebody thought itself the holder from `start` to `end`."""
@@ -112,6 +161,10 @@ class Claim(NamedTuple):
     end: float
     token: int
     who: str
+    invoked: float = 0.0
+    proved: float = 0.0
+    """Held at the server until then, as it said itself; 0.0: nothing is proved."""
+    shared: bool = False
 
 
 class Report(NamedTuple):
@@ -143,7 +196,8 @@ def claims(events: Iterable[Event]) -> tuple[list[Claim], list[str]]:
     wrong: list[str] = []
     calls: dict[tuple[str, int], list[Event]] = defaultdict(list)
     for event in events:
-        calls[event.process, event.call].append(event)
+        if event.call:
+            calls[event.process, event.call].append(event)
     made = []
     for (process, number), told in calls.items():
         who = f"{process}/{number}"
@@ -153,13 +207,23 @@ def claims(events: Iterable[Event]) -> tuple[list[Claim], list[str]]:
             continue
         if not ends or ends[0].what != "ok":
             continue
-        start = ends[0].at
-        seen = [event.at for event in told if event.what in ("ok", "held", "release")]
+        granted = ends[0]
+        seen = [event.at for event in told if event.what in ("ok", "held", "proved", "release", "confirmed")]
         gone = [event.at for event in told if event.what == "lost"]
         if gone and max(seen) > min(gone):
-            wrong.append(f"{who}: held {told[0].key} again after it was lost: lost is final")
-        made.append(Claim(told[0].key, start, max(seen), ends[0].token, who))
+            wrong.append(f"{who}: held {granted.key} again after it was lost: lost is final")
+        proved = max([event.at for event in told if event.what in ("proved", "confirmed")], default=0.0)
+        shared = granted.note == "shared"
+        end = max([*seen, _promised(told, gone)])
+        made.append(Claim(granted.key, granted.at, end, granted.token, who, told[0].at, proved, shared))
     return made, wrong
+
+
+def _promised(told: list[Event], gone: list[float]) -> float:
+    """Until when a lease's holder may count on it: its deadline, or when it gave it back or found it lost."""
+    until = max([event.at for event in told if event.what == "until"], default=0.0)
+    given_back = [event.at for event in told if event.what == "release"]
+    return min([until, *given_back, *gone])
 
 
 def judge(events: Iterable[Event], permits: int | Mapping[str, int] = 1, *, tokens: bool = True) -> Report:

@@ -2,82 +2,79 @@
 
     python -m tests.support.lease_worker SHARDS_FILE FOLDER SEED
 
-Prints "ready", begins at a line of input, and prints its figures at the end. With BREAK=owner in the environment its
-leases renew and release without naming their owner: what the checker of histories must catch.
+See `crew`. With BREAK in the environment its locks are broken on purpose (`broken`): what the checker must catch.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import sys
-import threading
 import time
-from collections import Counter
 from contextlib import suppress
 
-from lockrouter import Lease, LockLost, LockRouter, LockTimeout, OutcomeUnknown, ShardError
+from lockrouter import Lease, LockTimeout, OutcomeUnknown, ShardError
+from lockrouter.deadline import now
+from tests.support.broken import break_as_told
+from tests.support.crew import EXPECTED, Crew
 from tests.support.history import Call, Recorder
 
 __all__ = ["KEYS", "Worker"]
 
 KEYS = 24
 _THREADS = 4
-_EXPECTED = (LockLost, LockTimeout, OutcomeUnknown, ShardError)
 
 
-class Worker:
+class Worker(Crew):
     """Threads that use leases; every operation is in the history."""
 
     def __init__(self, shards: str, folder: str, seed: int) -> None:
-        self.router = LockRouter.from_file(shards)
+        super().__init__(shards, seed)
         self.history = Recorder(folder)
-        self.seed = seed
-        self.stop = threading.Event()
-        self.figures: Counter[str] = Counter()
-        self.bugs: list[BaseException] = []
-        self._lock = threading.Lock()
 
-    def count(self, what: str) -> None:
-        """Count an outcome."""
-        with self._lock:
-            self.figures[what] += 1
+    def turn(self, dice: random.Random) -> None:
+        """Use one of the leases that all processes want."""
+        self.use(f"settle:{dice.randrange(KEYS)}", dice)
 
-    def work(self, number: int) -> None:
-        """Use leases until told to stop; an error that no fault explains is a bug."""
-        dice = random.Random(self.seed * 100 + number)
-        try:
-            while not self.stop.is_set():
-                self.cycle(dice)
-        except BaseException as error:  # noqa: BLE001 - reported at the end, as what it is: a bug
-            self.bugs.append(error)
+    def place(self, key: str) -> str:
+        """What the history calls a key."""
+        return key
 
-    def cycle(self, dice: random.Random) -> None:
-        """One acquisition, and what is done with the lease."""
-        key = f"settle:{dice.randrange(KEYS)}"
-        call = self.history.invoke(key)
+    def use(self, key: str, dice: random.Random, *, patience: float = 0.0) -> None:
+        """One acquisition, and what is done with the lease; with `patience` it is looked at for so many seconds."""
+        call = self.history.invoke(self.place(key), "lease")
         lease = self.take(call, key, dice)
         if lease is None:
             return
-        call.ok(lease.token)
-        if dice.random() < 0.02:
-            self.outlive(call, lease)
+        at = now()
+        if lease.lost:
+            call.say("unknown", note="lost by the time it came")
             return
-        while dice.random() < 0.5 and call.look(lease):
+        call.say("ok", token=lease.token, at=at)
+        self.watch(call, lease)
+        if patience or dice.random() < 0.02:
+            self.outlive(call, lease, patience or 1.5)
+            return
+        while dice.random() < 0.5 and call.look_ahead(lease):
             self.ask(call, lease, dice)
         self.release(call, lease)
 
+    def watch(self, call: Call, lease: Lease) -> None:
+        """Have it noted when and why the lease is lost, and how long after its own deadline its holder was told."""
+        entry = lease._entry
+        lease.on_lost(lambda reason: call.say("told", note=f"{reason} {now() - entry.deadline:.4f}"))
+
     def take(self, call: Call, key: str, dice: random.Random) -> Lease | None:
         """The lease, at once or within a while."""
-        kind = dice.random()
+        timeout = 0.0 if dice.random() < 0.5 else dice.uniform(0.05, 1.0)
         try:
-            if kind < 0.5:
-                lease = self.router.try_lease(key, ttl=dice.choice([1.0, 2.0]))
-            else:
-                lease = self.router.lease(key, ttl=1.0, timeout=dice.uniform(0.05, 1.0))
-        except _EXPECTED as error:
+            with call.timed("lease", timeout):
+                if not timeout:
+                    lease = self.router.try_lease(key, ttl=dice.choice([1.0, 2.0]))
+                else:
+                    lease = self.router.lease(key, ttl=1.0, timeout=timeout)
+        except EXPECTED as error:
             call.say("unknown" if isinstance(error, OutcomeUnknown) else "fail", note=type(error).__name__)
+            call.say("why", note=str(error))
             self.count(type(error).__name__)
             time.sleep(0.0 if isinstance(error, LockTimeout) else 0.05)
             return None
@@ -99,59 +96,46 @@ class Worker:
                 lease.check()
             else:
                 time.sleep(dice.uniform(0.0, 0.03))
-        except _EXPECTED as error:
+        except EXPECTED as error:
             self.count(f"{way} {type(error).__name__}")
         self.history.write(call.event(way))
         call.look(lease)
 
-    def outlive(self, call: Call, lease: Lease) -> None:
+    def outlive(self, call: Call, lease: Lease, seconds: float) -> None:
         """Look at it for longer than its ttl."""
-        until = time.monotonic() + 1.5
-        while time.monotonic() < until and call.look(lease):
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self.going and call.look_ahead(lease):
             time.sleep(0.05)
         self.release(call, lease)
 
     def release(self, call: Call, lease: Lease) -> None:
         """Release it; lost by then is an answer."""
         if not call.look(lease):
-            with suppress(*_EXPECTED):
+            with suppress(*EXPECTED):
                 lease.release()
             return
         call.say("release")
         try:
             lease.release()
             call.say("released")
-        except _EXPECTED as error:
+        except EXPECTED as error:
             self.count(f"release {type(error).__name__}")
+
+    def finished(self) -> None:
+        """Every lease was released: none is kept alive."""
+        left = list(self.router._core.leases.entries)
+        if left:
+            self.bugs.append(AssertionError(f"{len(left)} leases are kept alive though all were released"))
 
 
 def main() -> int:
-    """Say "ready", work from a line of input until the input's end."""
+    """Use leases from a line of input until the input's end."""
     shards, folder, seed = sys.argv[1:]
-    if os.environ.get("BREAK") == "owner":
-        from tests.support.broken import forget_owners
-
-        forget_owners()
+    break_as_told()
     worker = Worker(shards, folder, int(seed))
     with suppress(ShardError):
         worker.router.warm()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    threads = [threading.Thread(target=worker.work, args=(number,)) for number in range(_THREADS)]
-    for thread in threads:
-        thread.start()
-    sys.stdin.read()
-    worker.stop.set()
-    for thread in threads:
-        thread.join()
-    left = list(worker.router._core.leases.entries)
-    if left:
-        worker.bugs.append(AssertionError(f"{len(left)} leases are kept alive though all were released"))
-    worker.router.close()
-    print(json.dumps(worker.figures), flush=True)
-    for bug in worker.bugs:
-        sys.excepthook(type(bug), bug, bug.__traceback__)
-    return 1 if worker.bugs else 0
+    return worker.run(_THREADS)
 
 
 if __name__ == "__main__":

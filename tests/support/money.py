@@ -2,23 +2,21 @@
 
     python -m tests.support.money SHARDS_FILE SEED
 
-Prints a line when it has finished its very first transfer, and its figures at the end of its input.
+See `crew`; it is ready when it has finished its very first transfer.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import sys
-import threading
-from collections import Counter
 from contextlib import suppress
 
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
-from lockrouter import LockLost, LockRouter, LockRouterError, LockTimeout, OutcomeUnknown, ShardError
+from lockrouter import LockLost
 from tests.support.accounts import engine_of, pay
+from tests.support.crew import EXPECTED_OF_SQL, Crew
 from tests.support.observe import keys_on
 
 __all__ = ["ACCOUNTS", "MOVES"]
@@ -27,41 +25,24 @@ ACCOUNTS = 6
 MOVES = 1000
 """The account that counts the transfers made by `run`; it belongs to nobody and to no sum."""
 _THREADS = 4
-_EXPECTED = (LockLost, LockTimeout, OutcomeUnknown, ShardError, DBAPIError)
 
 
-class Mover:
-    """Threads that move money; `figures` say how often what came of it."""
+class Mover(Crew):
+    """Threads that move money; every way of doing so is counted with what came of it."""
 
     def __init__(self, shards: str, seed: int) -> None:
-        self.router = LockRouter.from_file(shards)
+        super().__init__(shards, seed)
         self.engine = engine_of(self.router._core.config, 0, pool_size=_THREADS)
         self.keys = keys_on(self.router, 0, ACCOUNTS, prefix="account")
-        self.seed = seed
-        self.stop = threading.Event()
-        self.figures: Counter[str] = Counter()
-        self.bugs: list[BaseException] = []
-        self._lock = threading.Lock()
 
-    def count(self, what: str) -> None:
-        """Count an outcome."""
-        with self._lock:
-            self.figures[what] += 1
-
-    def work(self, number: int) -> None:
-        """Move money until told to stop."""
-        dice = random.Random(self.seed * 100 + number)
-        ways = [self.by_transaction, self.by_transaction, self.by_run, self.by_lock_all]
-        while not self.stop.is_set():
-            way = dice.choice(ways)
-            try:
-                way(dice)
-                self.count(way.__name__)
-            except _EXPECTED as error:
-                self.count(f"{way.__name__} {type(error).__name__}")
-            except BaseException as error:  # noqa: BLE001 - reported at the end, as what it is: a bug
-                self.bugs.append(error)
-                return
+    def turn(self, dice: random.Random) -> None:
+        """Move money in one of the ways."""
+        way = dice.choice([self.by_transaction, self.by_transaction, self.by_run, self.by_lock_all])
+        try:
+            way(dice)
+            self.count(way.__name__)
+        except EXPECTED_OF_SQL as error:
+            self.count(f"{way.__name__} {type(error).__name__}")
 
     def by_transaction(self, dice: random.Random) -> None:
         """Under the lock of one account alone, so that transfers meet at the rows, in any order, and deadlock."""
@@ -111,28 +92,13 @@ def body(connection: Connection, dice: random.Random, giver: int, taker: int) ->
 
 
 def main() -> int:
-    """Say "ready" after a first transfer, run from a line of input until the input's end."""
+    """Move money after a first transfer, from a line of input until the input's end."""
     mover = Mover(sys.argv[1], int(sys.argv[2]))
     # The first transaction of a fresh process: SQLAlchemy has not seen the server yet.
     with mover.router.transaction(mover.keys[0], timeout=10.0) as connection:
         pay(connection, 0, -1)
         pay(connection, 1, 1)
-    print("ready", flush=True)
-    # Without waiting here, the threads of one process would deadlock with the first transfer of another.
-    sys.stdin.readline()
-    threads = [threading.Thread(target=mover.work, args=(number,)) for number in range(_THREADS)]
-    for thread in threads:
-        thread.start()
-    sys.stdin.read()
-    mover.stop.set()
-    for thread in threads:
-        thread.join()
-    with suppress(LockRouterError):
-        mover.router.close()
-    print(json.dumps(mover.figures), flush=True)
-    for bug in mover.bugs:
-        sys.excepthook(type(bug), bug, bug.__traceback__)
-    return 1 if mover.bugs else 0
+    return mover.run(_THREADS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a real server, for the faults a network has: refusing, silence, cuts, delays.
+"""A TCP proxy in front of a real server, for the faults a network has: refusing, silence, cuts, delays, odd packets.
 
 One thread serves all connections of a proxy. Every control method returns when the fault is in place: what a client
 sends after the call meets it.
@@ -10,6 +10,7 @@ import contextlib
 import enum
 import heapq
 import itertools
+import math
 import selectors
 import socket
 import struct
@@ -29,6 +30,8 @@ EXECUTES = b"\x12\x00\x00\x00\x17"
 
 _RST = struct.pack("ii", 1, 0)
 _REMEMBER = 20_000
+_APART = 0.0005
+"""Seconds between two pieces of what came as one, so that they arrive as two."""
 
 
 class Way(enum.Enum):
@@ -89,9 +92,35 @@ class _Link:
         self.stalled = False
         self.said = b""
         self.silent: set[Way] = set()
+        self.due = dict.fromkeys(Way, 0.0)
+        """Nothing of a direction may be forwarded before this moment: what came earlier goes first."""
 
     def other(self, way: Way) -> socket.socket:
         return self.sides[Way.DOWN if way is Way.UP else Way.UP]
+
+
+class _Weather:
+    """What becomes of bytes on their way; nothing by default."""
+
+    def __init__(self) -> None:
+        self.delay = 0.0
+        self.rate = 0.0
+        self.piece = 0
+        self.window = 0.0
+
+    def pieces(self, data: bytes, earliest: float) -> Iterator[tuple[float, bytes]]:
+        """The data in pieces, each with the moment at which it goes on, none before `earliest`."""
+        due = max(earliest, time.monotonic() + self.delay)
+        if self.window:
+            due = max(earliest, math.ceil(due / self.window) * self.window)
+        size = self.piece or len(data)
+        for start in range(0, len(data), size):
+            piece = data[start : start + size]
+            if self.rate:
+                due += len(piece) / self.rate
+            elif start:
+                due += _APART
+            yield due, piece
 
 
 class Proxy:
@@ -107,7 +136,7 @@ class Proxy:
         self._rules: list[Rule] = []
         self._delayed: list[tuple[float, int, _Link, Way, bytes]] = []
         self._numbers = itertools.count()
-        self._delay = 0.0
+        self._weather = _Weather()
         self._silent: set[Way] = set()
         self._closing = False
         self._watched: set[socket.socket] = set()
@@ -156,7 +185,23 @@ class Proxy:
 
     def delay(self, seconds: float) -> None:
         """Every chunk is forwarded so much later, in each direction."""
-        self._do(lambda: setattr(self, "_delay", seconds))
+        self._do(lambda: setattr(self._weather, "delay", seconds))
+
+    def throttle(self, rate: float) -> None:
+        """No more than `rate` bytes a second pass in each direction of each connection."""
+        self._do(lambda: setattr(self._weather, "rate", rate))
+
+    def split(self, size: int) -> None:
+        """What comes is forwarded in pieces of `size` bytes, each a packet of its own."""
+        self._do(lambda: setattr(self._weather, "piece", size))
+
+    def merge(self, seconds: float) -> None:
+        """What comes within `seconds` in one direction of a connection is forwarded at once, as one."""
+        self._do(lambda: setattr(self._weather, "window", seconds))
+
+    def said(self, words: bytes) -> int:
+        """How often the clients of the living connections have said that; of each, its first bytes are remembered."""
+        return int(self._do(lambda: sum(link.said.count(words) for link in self._links)))
 
     @property
     def living(self) -> int:
@@ -197,9 +242,15 @@ class Proxy:
             for key, _ in self._selector.select(min(wait, 1.0)):
                 if key.fileobj in self._watched:  # else an event before this one ended it
                     key.data()
-            while self._delayed and self._delayed[0][0] <= time.monotonic():
-                _, _, link, way, data = heapq.heappop(self._delayed)
-                self._pass(link, way, data)
+            self._forward()
+
+    def _forward(self) -> None:
+        """Send on what is due; neighbours of one direction that are due at the same moment as one."""
+        while self._delayed and self._delayed[0][0] <= time.monotonic():
+            due, _, link, way, data = heapq.heappop(self._delayed)
+            while self._delayed and self._delayed[0][0] == due and self._delayed[0][2:4] == (link, way):
+                data += heapq.heappop(self._delayed)[4]
+            self._pass(link, way, data)
 
     def _answer(self) -> None:
         self._inbox.recv(4096)
@@ -302,11 +353,10 @@ class Proxy:
             if link.rule is not None and link.rule.forge is not None:
                 self._forge(link, link.rule.forge)
                 return
-        if self._delay:
-            due = time.monotonic() + self._delay
-            heapq.heappush(self._delayed, (due, next(self._numbers), link, way, data))
-        else:
-            self._pass(link, way, data)
+        for due, piece in self._weather.pieces(data, link.due[way]):
+            link.due[way] = due
+            heapq.heappush(self._delayed, (due, next(self._numbers), link, way, piece))
+        self._forward()
 
     def _forge(self, link: _Link, forge: Callable[[socket.socket], None]) -> None:
         for side in link.sides.values():
@@ -376,7 +426,7 @@ class Proxy:
                 link.silent |= ways
 
     def _restore(self) -> None:
-        self._delay = 0.0
+        self._weather = _Weather()
         self._silent.clear()
         self._rules.clear()
         for link in tuple(self._links):

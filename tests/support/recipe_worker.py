@@ -2,8 +2,7 @@
 
     python -m tests.support.recipe_worker SHARDS_FILE FOLDER WHAT SEED
 
-WHAT is guard, once, exactly_once, election, or semaphore. Prints "ready", begins at a line of input, and prints its
-figures at the end.
+WHAT is guard, once, exactly_once, election, or semaphore. See `crew`.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ import random
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from sqlalchemy import Column, Connection, Integer, MetaData, String, Table, insert
 
-from lockrouter import InProgress, LockLost, LockRouter, LockTimeout, OutcomeUnknown, ShardError
+from lockrouter import InProgress, LockLost, LockTimeout, OutcomeUnknown, ShardError
 from lockrouter.deadline import now
+from tests.support.crew import Crew
 from tests.support.history import Recorder
 from tests.support.observe import keys_on
 
@@ -47,17 +45,20 @@ EFFECTS = Table(
 """What `exactly_once` writes: on purpose without anything that would keep two rows of one message apart."""
 
 
-class Worker:
-    """What one process does; `figures` say how often what came of it."""
+class Worker(Crew):
+    """What one process does, in one thread or in several of its own; every outcome is counted."""
 
-    def __init__(self, shards: str, folder: str, seed: int) -> None:
-        self.router = LockRouter.from_file(shards)
+    def __init__(self, shards: str, folder: str, what: str, seed: int) -> None:
+        super().__init__(shards, seed)
+        self.what = what
         self.history = Recorder(folder)
         self.folder = Path(folder)
         self.dice = random.Random(seed)
-        self.stop = threading.Event()
-        self.figures: Counter[str] = Counter()
         self._notes = os.open(self.folder / f"notes-{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def turn(self, dice: random.Random) -> None:
+        """Use the recipe until told to stop."""
+        getattr(self, self.what)()
 
     def note(self, *words: object) -> None:
         """Append a line, which survives whatever happens to the process."""
@@ -179,21 +180,11 @@ class Worker:
 
 
 def main() -> int:
-    """Say "ready", work from a line of input until the input's end."""
+    """Use a recipe from a line of input until the input's end."""
     shards, folder, what, seed = sys.argv[1:]
-    worker = Worker(shards, folder, int(seed))
-    work: Callable[[], None] = getattr(worker, what)
+    worker = Worker(shards, folder, what, int(seed))
     worker.router.warm()
-    print("ready", flush=True)
-    sys.stdin.readline()
-    thread = threading.Thread(target=work)
-    thread.start()
-    sys.stdin.read()
-    worker.stop.set()
-    thread.join()
-    worker.router.close()
-    print(json.dumps(worker.figures), flush=True)
-    return 0
+    return worker.run(1)
 
 
 if __name__ == "__main__":

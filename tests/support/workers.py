@@ -1,4 +1,4 @@
-"""Several processes of one module, and what can happen to a process: killed, or frozen for a while."""
+"""Several processes of one module (`crew`), and what can happen to a process: killed, or frozen for a while."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 class Workers:
     """Processes of `python -m MODULE ARGUMENTS SEED`.
 
-    They say "ready", begin at a line of input, and end by themselves at the end of their input.
+    They say "ready", begin at a line of input, may be told to rest, and end by themselves at the end of their input.
     """
 
     def __init__(self, module: str, arguments: list[str], count: int) -> None:
@@ -48,9 +48,19 @@ class Workers:
         for process in self.running:
             self._tell(process)
 
-    def _tell(self, process: subprocess.Popen[str]) -> None:
+    def rest(self) -> list[str]:
+        """All rest; answers what each says of itself then."""
+        for process in self.running:
+            self._tell(process, "rest")
+        said = []
+        for process in self.running:
+            assert process.stdout is not None
+            said.append(process.stdout.readline())
+        return said
+
+    def _tell(self, process: subprocess.Popen[str], word: str = "go") -> None:
         assert process.stdin is not None
-        process.stdin.write("go\n")
+        process.stdin.write(f"{word}\n")
         process.stdin.flush()
 
     def kill(self, index: int) -> None:
@@ -86,12 +96,19 @@ class Workers:
 
     def finish(self, seconds: float = 60.0) -> list[str]:
         """Tell all to end, and return what each said last; one that did not end well is a failure."""
-        said = []
+        said = self.end(seconds)
         for process in self.running:
-            out, _ = process.communicate(timeout=seconds)
             assert process.returncode == 0, f"a worker ended with {process.returncode}"
-            said.append(out.splitlines()[-1] if out else "")
         return said
+
+    def end(self, seconds: float = 60.0) -> list[str]:
+        """Tell all to end, and return what each said last, however it ended."""
+        for process in self.running:  # all at once: whoever goes on may keep others waiting
+            assert process.stdin is not None
+            process.stdin.close()
+            process.stdin = None
+        said = [process.communicate(timeout=seconds)[0] for process in self.running]
+        return [out.splitlines()[-1] if out else "" for out in said]
 
     def _forget(self, process: subprocess.Popen[str]) -> None:
         for stream in (process.stdin, process.stdout):

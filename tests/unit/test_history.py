@@ -66,7 +66,7 @@ def test_permits() -> None:
 @settings(derandomize=True, max_examples=300, deadline=None, database=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=8), st.integers(1, 3))
 def test_it_says_what_a_look_at_every_moment_says(spans: list[tuple[int, int]], permits: int) -> None:
-    told = [event for n, (start, length) in enumerate(spans) for event in hold("p", n, start, start + length, n)]
+    told = [event for n, (start, length) in enumerate(spans, 1) for event in hold("p", n, start, start + length, n)]
     most = max((sum(a <= at < a + n for a, n in spans) for at in range(42)), default=0)
     assert bool(judge(told, permits, tokens=False).violations) == (most > permits)
 
