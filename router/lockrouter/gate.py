@@ -473,12 +473,12 @@ class Gates:
             NotHeld: it was closed before.
         """
         with self._lock:
-            if handle is not None:
-                if not handle.attached:
-                    raise NotHeld("the lock was released before")
-                # No call stands between the two: an interrupt finds both done, or neither.
-                handle.attached = False
+            if handle is not None and not handle.attached:
+                raise NotHeld("the lock was released before")
             counted = hold.keys[key]
+            # No call stands between these: an interrupt finds all done, or none.
+            if handle is not None:
+                handle.attached = False
             hold.count -= 1
             counted[0] -= 1
             if not counted[0]:

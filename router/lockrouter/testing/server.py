@@ -87,6 +87,8 @@ class Server(msgspec.Struct):
             "max-connections": 500,
             "innodb-buffer-pool-size": "64M",
             "innodb-flush-log-at-trx-commit": 1,
+            # The kernel has one small budget of asynchronous requests for all servers of a machine.
+            "innodb-use-native-aio": "OFF",
             "innodb-buffer-pool-load-at-startup": "OFF",
             "innodb-buffer-pool-dump-at-shutdown": "OFF",
             "sync-binlog": 1,
