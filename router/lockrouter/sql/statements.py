@@ -164,7 +164,7 @@ MARIADB = Dialect(
     "lock_wait_timeout = {wait}, innodb_lock_wait_timeout = {wait}, idle_transaction_timeout = {idle}",
     identity="CONCAT(@@server_uid, ' ', @@server_id, ' ', @@hostname)",
     uptime="(SELECT VARIABLE_VALUE FROM information_schema.GLOBAL_STATUS WHERE VARIABLE_NAME = 'UPTIME')",
-    roles="",
+    roles="0, @@global.innodb_read_only, ''",
 )
 
 
