@@ -74,7 +74,7 @@ def _why_not_primary(read_only: bytes, roles: list[bytes]) -> str | None:
         return "the server is read-only"
     if not roles:
         return None
-    if roles[0] not in (b"0", b"") or roles[1] not in (b"0", b""):
+    if any(value and not is_off(value) for value in roles[:2]):
         return "the server is read-only"
     if not roles[2]:
         return None

@@ -192,7 +192,7 @@ MARIADB = Dialect(
     "WHERE VARIABLE_NAME = 'PREPARED_STMT_COUNT'",
     identity="CONCAT(@@server_uid, ' ', @@server_id, ' ', @@hostname)",
     uptime="(SELECT VARIABLE_VALUE FROM information_schema.GLOBAL_STATUS WHERE VARIABLE_NAME = 'UPTIME')",
-    roles="",
+    roles="0, @@global.innodb_read_only, ''",
 )
 
 
