@@ -17,7 +17,7 @@ from lockrouter import LockRouter
 from lockrouter.control import Rights
 from lockrouter.deadline import now
 from lockrouter.protocol.effects import Operation
-from lockrouter.protocol.packets import QUIT, ROLLBACK, query
+from lockrouter.protocol.packets import QUIT, ROLLBACK, execution, query
 from lockrouter.protocol.wire import Wire
 from lockrouter.session import Session
 
@@ -25,6 +25,7 @@ __all__ = ["KEYS", "StubWire", "cycle", "cycle_cost", "stub_cost", "stub_router"
 
 KEYS = tuple(f"account:{number}" for number in range(512))
 
+_EXECUTES = execution(1)
 _SLOT = re.compile(rb"slot = +(\d+)")
 _OK = b"\x07\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00"
 _CLOCK = b"1900000000.000001"
@@ -63,7 +64,7 @@ class StubWire(Wire):
     def __init__(self) -> None:
         super().__init__(cast(Any, _NoSocket()))
         self._made: dict[bytes, bytes] = {ROLLBACK: _OK, QUIT: b""}
-        self._granted: dict[bytes, bytes] = {}
+        self._granted: dict[tuple[int, bool], bytes] = {}
         self._replies: list[bytes] = []
 
     def send(self, data: bytes) -> None:
@@ -75,12 +76,20 @@ class StubWire(Wire):
 
     def _grant(self, data: bytes) -> bytes:
         """Make the reply; only so many statements are remembered, and every slot."""
+        setting, _, executed = data.partition(_EXECUTES)
         found = _SLOT.search(data)
-        if found is None:
+        if executed:
+            slot = int.from_bytes(executed[-4:], "little")
+        elif found is not None:
+            slot = int(found[1])
+        else:
             raise ValueError(f"the stub has no reply to {data!r}")
-        reply = self._granted.get(found[1])
+        name = (slot, bool(executed))
+        reply = self._granted.get(name)
         if reply is None:
-            reply = self._granted[found[1]] = _grant(found[1])
+            reply = self._granted[name] = _grant(*name)
+        if executed and setting:
+            return _OK + reply
         if len(self._made) < _MOST:
             self._made[data] = reply
         return reply
@@ -106,28 +115,33 @@ class StubWire(Wire):
         """Nothing is open."""
 
 
-def _grant(slot: bytes) -> bytes:
-    """The reply of a MySQL server that grants that row."""
-    values = (slot, b"1", _CLOCK, b"0")
-    columns = (_column(name) for name in (b"slot", b"epoch", b"UNIX_TIMESTAMP(SYSDATE(6))", b"@@global.read_only"))
-    row = b"".join(bytes((len(value),)) + value for value in values)
-    payloads = (bytes((len(values),)), *columns, b"\xfe\x00\x00\x03\x00", row, b"\xfe\x00\x00\x03\x00")
+def _grant(slot: int, executed: bool) -> bytes:
+    """The reply of a MySQL server that grants that row, to a prepared statement or a text."""
+    names = ((b"slot", 3), (b"epoch", 3), (b"UNIX_TIMESTAMP(SYSDATE(6))", 246), (b"@@global.read_only", 8))
+    columns = (_column(*name) for name in names)
+    if executed:
+        numbers = slot.to_bytes(4, "little") + (1).to_bytes(4, "little")
+        row = b"\x00\x00" + numbers + bytes((len(_CLOCK),)) + _CLOCK + bytes(8)
+    else:
+        row = b"".join(bytes((len(value),)) + value for value in (b"%d" % slot, b"1", _CLOCK, b"0"))
+    payloads = (bytes((len(names),)), *columns, b"\xfe\x00\x00\x03\x00", row, b"\xfe\x00\x00\x03\x00")
     return b"".join(
         len(payload).to_bytes(3, "little") + bytes((number,)) + payload
         for number, payload in enumerate(payloads, start=1)
     )
 
 
-def _column(name: bytes) -> bytes:
-    """A column definition as a server sends it; the numbers at its end are nobody's concern here."""
+def _column(name: bytes, kind: int) -> bytes:
+    """A column definition as a server sends it; but for its kind the numbers at its end are nobody's concern here."""
     texts = (b"def", b"locks_0", b"lock_00", b"lock_00", name, name)
     named = b"".join(bytes((len(text),)) + text for text in texts)
-    return named + b"\x0c\x3f\x00\x0a\x00\x00\x00\x03\x03\x50\x00\x00\x00"
+    return named + b"\x0c\x3f\x00\x0a\x00\x00\x00" + bytes((kind,)) + b"\x23\x50\x00\x00\x00"
 
 
 def stub_router(*, rows_per_bucket: int = 512) -> LockRouter:
     """A router of one shard that grants every row from memory; it starts no thread."""
-    router = LockRouter(config_of(1, rows_per_bucket), registry=CollectorRegistry())
+    config = config_of(1, rows_per_bucket)
+    router = LockRouter(config, registry=CollectorRegistry())
     core = router._core
     core.started = True
     (shard,) = core.shards.values()
@@ -136,6 +150,7 @@ def stub_router(*, rows_per_bucket: int = 512) -> LockRouter:
     def open_one(until: float) -> Operation[Session]:
         session = Session(None, cast(Any, _NoConnection()), shard.grants)
         session.wire = StubWire()
+        session.prepared.update(dict.fromkeys(range(config.topology.tables), _EXECUTES))
         session.incarnation = incarnation
         return session
         yield  # what makes this an operation

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import enum
 import logging
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+import weakref
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 
 from lockrouter import tokens
 from lockrouter.deadline import GRACE, Deadline, now
@@ -34,12 +35,12 @@ from lockrouter.errors import (
 )
 from lockrouter.gate import Gates, Hold, Place, Request
 from lockrouter.owners import describe, own_holds, running
-from lockrouter.pool import Exhausted, PoolClosed
+from lockrouter.pool import Borrower, Exhausted, PoolClosed
 from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation
 from lockrouter.protocol.packets import IN_TRANSACTION, Err, Reply, Rows, is_off
 from lockrouter.routing import Routing
-from lockrouter.session import ROWS, Answered, Gone, Session, Silent, State, driver_error
-from lockrouter.sql.statements import MAX_STATEMENT_WAIT, probe_table, read_bucket
+from lockrouter.session import ROWS, Answered, Garbled, Gone, Session, Silent, State, driver_error
+from lockrouter.sql.statements import MAX_STATEMENT_WAIT, bucket_state, probe_table, read_bucket
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -85,6 +86,7 @@ _READ_ONLY_CODES = frozenset({1290, 1792, 1836, 1874, 3100})
 _DENIED_CODES = frozenset({1044, 1045, 1142, 1143, 1227, 1698})
 _MISSING_CODES = frozenset({1049, 1146})
 _REPEAT_CODES = frozenset({1020, 1213, 1317})
+_UNPREPARED_CODES = frozenset({1210, 1243, 1615})
 _CROWDED_CODES = frozenset({1040, 1203, 1226})
 
 
@@ -117,7 +119,7 @@ class Ask(Request):
     # True where the rows must be on the shard that the map names: nothing is followed that has moved.
     fixed = False
     # Where a closed row's bucket went, by the shard that was asked last, and how often that was followed.
-    moved_to = b""
+    moved_to = ""
     hops = 0
     # What the quick path met and left to the steps below: an error, or a session whose reply is not all decoded yet.
     early: Gone | Silent | Sent | None = None
@@ -314,13 +316,18 @@ def ask_shard(ask: Ask) -> Operation[Hold | None]:
             if ask.core.closed:
                 raise RouterClosed("the router was closed while waiting")
             if not shard.breaker.closed:
-                return (yield from _in_outage(ask))
+                local = yield from _in_outage(ask)
+                if local is Unlocked.REPEAT:
+                    continue
+                return local
             error = shard.refusal_error()
             if error is not None:
                 raise error
         try:
             outcome = yield from (_attempt(ask, fresh=fresh) if ask.early is None else _go_on(ask))
         except Gone as gone:
+            if ask.session is None and isinstance(gone, Garbled):
+                raise ShardUnavailable(f"is no server of ours: {gone}", shard=shard.id) from driver_error(gone)
             if ask.session is None:
                 faults = yield from _faulted(ask, gone, faults)
                 continue
@@ -420,8 +427,9 @@ def _give_up_waiting(ask: Ask, outcome: Unlocked, *, stalled: bool) -> Operation
 
 def _metadata_locked(ask: Ask) -> Operation[bool]:
     """Tell a table under a metadata lock from a busy row, for waits too short for the server to tell: one more trip."""
+    borrower = Borrower()
     try:
-        session = yield from ask.shard.pool.check_out(now() + GRACE, wait=False)
+        session = yield from ask.shard.pool.check_out(now() + GRACE, wait=False, borrower=weakref.ref(borrower))
     except (Exhausted, PoolClosed, Gone, Silent, Answered):
         return False
     try:
@@ -561,7 +569,7 @@ def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Se
 def read_moved_to(ask: Ask, session: Session) -> Operation[None]:
     """Learn, on the session that found the row closed, what its shard knows of the bucket."""
     reply = yield from session.exchange(read_bucket(ask.address.bucket), now() + ask.shard.config.pool.connect_timeout)
-    ask.moved_to = (reply.rows[0][0] or b"") if isinstance(reply, Rows) and reply.rows else b""
+    _, ask.moved_to = bucket_state(reply)
 
 
 def follow(ask: Ask) -> Operation[None]:
@@ -571,7 +579,7 @@ def follow(ask: Ask) -> Operation[None]:
         TopologyMismatch: the shard file does not list that shard, or the bucket did not open in time.
     """
     core, shard = ask.core, ask.shard
-    target = core.shards.get(ask.moved_to.decode("ascii", "replace"))
+    target = core.shards.get(ask.moved_to)
     left = ask.io_until - now()
     if target is shard or ask.fixed or left <= 0 or (target is None and (ask.moved_to or not ask.hops)):
         raise closed_error(ask)
@@ -586,7 +594,7 @@ def follow(ask: Ask) -> Operation[None]:
 
 def closed_error(ask: Ask) -> TopologyMismatch:
     """The error of a row that may not be locked where it was looked for."""
-    where = f", to shard {ask.moved_to.decode('ascii', 'replace')}" if ask.moved_to else ""
+    where = f", to shard {ask.moved_to}" if ask.moved_to else ""
     return TopologyMismatch(
         f"bucket {ask.address.bucket} is closed on this shard: it has moved, or is moving{where}", shard=ask.shard.id
     )
@@ -675,6 +683,10 @@ def _judge_error(ask: Ask, session: Session, error: Err) -> Unlocked | ShardErro
         return Unlocked.STALLED
     if error.code in _REPEAT_CODES:
         return Unlocked.REPEAT
+    if error.code in _UNPREPARED_CODES and session.prepared:
+        session.prepared.clear()  # the server has forgotten them: from now on this session sends the text
+        session.may_prepare = False
+        return Unlocked.REPEAT
     if error.code in _GONE_CODES:
         raise Gone(f"({error.code}) {error.message}", answered=True)
     return _shard_error(ask.shard, Answered(error.code, error.message))
@@ -706,8 +718,11 @@ def _shard_error(shard: Shard, error: Answered) -> ShardError:
     return made
 
 
-def _in_outage(ask: Ask) -> Operation[Hold | None]:
-    """The breaker is open: refuse, or exclude this process only, as the key's class says."""
+def _in_outage(ask: Ask) -> Operation[Hold | Literal[Unlocked.REPEAT] | None]:
+    """The breaker is open: refuse, or exclude this process only, as the key's class says.
+
+    REPEAT: it is not as it was when the caller began to wait; others may be granted the row by now.
+    """
     shard, core = ask.shard, ask.core
     if shard.breaker.refusal is not None:
         raise ShardUnavailable(shard.breaker.refusal, shard=shard.id) from shard.cause
@@ -720,18 +735,21 @@ def _in_outage(ask: Ask) -> Operation[Hold | None]:
     gates = core.local_gates
     request = Request(ask.address.slot, ask.key, ask.thing, None, ())
     request.shared = ask.shared
-    place = gates.enter(request, wait=ask.wait)
-    if place is Place.BUSY:
-        return None
     try:
+        place = gates.enter(request, wait=ask.wait)
+        if place is Place.BUSY:
+            return None
         if place is Place.QUEUED:
             place = yield from queue_at(ask, gates, request)
-        if place is Place.GONE:
-            raise ask.timed_out(gates)
+            if place is Place.GONE:
+                raise ask.timed_out(gates)
+            if shard.breaker.closed or shard.breaker.refusal is not None or core.storm():
+                gates.leave_queue(request)
+                return Unlocked.REPEAT
         ask.local = Hold(ask.address.slot, ask.key, ask.thing, ask.owner, shard=shard, session=None)
         ask.local.shared = ask.shared
         gates.granted(request, ask.local)
     except BaseException:
-        gates.leave_queue(request)
+        gates.forsake(request)
         raise
     return ask.local

@@ -52,8 +52,8 @@ class Breaker:
         `refusal`: why the shard is not simply dead all the same.
         """
         with self._lock:
-            if self.state is BreakerState.HALF_OPEN and not probe:
-                return False  # of a call that began before: the probe that is out decides
+            if not probe and self.state is not BreakerState.CLOSED:
+                return False  # of a call that began before: what probes find is newer
             self.refusal = refusal
             self.in_a_row += 1
             if self.state == BreakerState.CLOSED and self.in_a_row < self._failures:

@@ -37,6 +37,8 @@ class Bridge(Wire):
 
     __slots__ = ("_line",)
 
+    prepares = False  # PyMySQL's public methods know only text
+
     def __init__(self, connection: Connection[Any], line: socket.socket | None, owner: object) -> None:
         """Serve from now on; `owner`, whose end would close the connection, is kept as long as that is in use."""
         near, far = socket.socketpair()

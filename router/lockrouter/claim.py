@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING
 from lockrouter.acquire import Ask, outcome_of, refuse_frozen
 from lockrouter.deadline import Deadline, now
 from lockrouter.errors import LossReason
-from lockrouter.gate import Hold
+from lockrouter.gate import Hold, Share
 from lockrouter.lent import LentSession
 from lockrouter.lockset import take_rows
 from lockrouter.owners import forget, record
 from lockrouter.protocol.effects import drive
-from lockrouter.session import TRANSACTIONS, State
+from lockrouter.session import TRANSACTIONS
 
 if TYPE_CHECKING:
     from lockrouter.config import ResolvedClass
     from lockrouter.core import Core
     from lockrouter.routing import Address
     from lockrouter.shard import Shard
-    from lockrouter.transaction import Transaction
+    from lockrouter.transaction import Block
 
 __all__ = ["Claim", "TransactionLock"]
 
 
 class Claim:
-    """What a transaction asks for, and from `take` to `give_back` holds."""
+    """What a transaction asks for, and from `take` to `give_back` or `forsake` holds."""
 
     def __init__(self, core: Core, shard: Shard, named: Mapping[bytes, str | bytes], rule: ResolvedClass) -> None:
         self.core = core
@@ -34,8 +34,11 @@ class Claim:
         self._named = named
         self._rule = rule
         self._asks: dict[int, Ask] = {}
-        # One entry for each key; several may share a hold, as they share its row.
-        self._held: list[tuple[Hold, bytes]] = []
+        # One for each key; several may be of one hold, as they share its row.
+        self._shares: list[Share] = []
+        self._lease = 0
+        # True while anything may have to be given back; and once the caller may have nested other locks inside.
+        self.open = self._taken = False
 
     @property
     def session(self) -> LentSession:
@@ -47,12 +50,12 @@ class Claim:
     @property
     def first(self) -> Hold:
         """The hold of the lowest row."""
-        return self._held[0][0]
+        return self._shares[0].hold
 
     @property
     def holds(self) -> list[Hold]:
         """One hold for each row, in the order they were taken."""
-        return [hold for hold, key in self._held if key == hold.key]
+        return [share.hold for share in self._shares if share.key == share.hold.key]
 
     def take(self, deadline: Deadline) -> None:
         """Take all rows or none; entered once."""
@@ -63,13 +66,14 @@ class Claim:
             refuse_frozen(self._asks[slot], raw)
         asks = [self._asks[slot] for slot in sorted(self._asks)]
         outcome = "error"
+        self.open = True
         try:
             drive(take_rows(asks))
             self._record(asks)
             outcome = "acquired"
         except BaseException as error:
             outcome = outcome_of(error, asks[0])
-            self._forsake(asks)
+            self.forsake()
             raise
         finally:
             for ask in asks:
@@ -88,23 +92,18 @@ class Claim:
             assert hold is not None
             hold.mode = "transaction"
             self.core.limit(hold, self._rule)
-            self._held.append((hold, ask.key))
+            share = Share(hold, ask.key, self.core.generation)
+            share.attached = True
+            self._shares.append(share)
             record(hold)
         for raw in self._named:
             hold = self.hold_of(raw)
-            if raw not in hold.keys:
-                self.core.gates.add_key(hold, raw)
-                self._held.append((hold, raw))
-
-    def _forsake(self, asks: list[Ask]) -> None:
-        """Release what an interrupt left without a block to leave."""
-        held, self._held = self._held, []
-        for hold, key in held:
-            if self.core.gates.uncount(hold, key):
-                self.core.free(hold)
-        for ask in asks:
-            if not any(ask.hold is hold for hold, _ in held):
-                self.core.give_up(ask)
+            if not self.core.gates.has_key(hold, raw):
+                share = Share(hold, raw, self.core.generation)
+                self._shares.append(share)
+                self.core.gates.add_key(hold, raw, share)
+        self._lease = self.session.lease
+        self._taken = True
 
     def hold_of(self, raw: bytes) -> Hold:
         """The hold of a key's row."""
@@ -127,24 +126,50 @@ class Claim:
 
     def give_back(self) -> None:
         """Return the session, which is idle or dead, and open the gates, latest first."""
-        core, session, holds = self.core, self.session, self.holds
         held = now() - self.first.granted_at
-        last = False
-        for hold, key in self._held:
-            forget(hold)
-            last = core.gates.uncount(hold, key)
-        for _ in holds:
+        for _ in self.holds:
             self.shard.stats.transaction.released(held)
-        if last:
-            session.hold = None
-            self.shard.pool.give_back(session)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Idempotent, and may be interrupted anywhere."""
+        core, session, holds = self.core, self.session, self.holds
+        for share in self._shares:
+            forget(share.hold)
+            if share.attached:
+                core.gates.uncount(share.hold, share.key, share)
+        if any(hold.count for hold in holds):
+            # Handles that were nested inside outlive the transaction: the last of them frees the rows.
+            session.die()
+            self.lose(LossReason.TRANSACTION_ENDED)
+        else:
+            if session.lease == self._lease:  # given back before, it may be another's by now
+                session.hold = None
+                self.shard.pool.give_back(session, self._lease)
             for hold in reversed(holds):
                 core.gates.leave(hold)
+        self.open = False
+
+    def forsake(self) -> None:
+        """Leave nothing of whatever an interrupt has left; the rows' session is closed. Idempotent."""
+        if not self.open:
             return
-        # Handles that were nested inside outlive the transaction: the last of them frees the rows.
-        session.die()
-        assert session.state is State.DEAD
-        self.lose(LossReason.TRANSACTION_ENDED)
+        if self._taken:
+            session = self.session
+            if session.lease == self._lease:
+                session.connection.take_back()
+                session.die()
+                self.shard.kill(session)  # what may still run in it would keep the rows until it ends
+            self._leave()
+            return
+        asks = self._asks.values()
+        for ask in asks:
+            for borrowed in self.shard.pool.borrowed(ask):
+                borrowed.die()
+                self.shard.pool.give_back(borrowed)
+        for ask in asks:
+            self.core.gates.forsake(ask)
+        self.open = False
 
 
 class TransactionLock:
@@ -152,7 +177,7 @@ class TransactionLock:
 
     degraded = False
 
-    def __init__(self, transaction: Transaction, named: Mapping[bytes, str | bytes]) -> None:
+    def __init__(self, transaction: Block, named: Mapping[bytes, str | bytes]) -> None:
         claim = transaction.claim
         self._transaction = transaction
         self.keys = tuple(named.values())

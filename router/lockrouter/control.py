@@ -27,7 +27,7 @@ from lockrouter.hosts import Hosts
 from lockrouter.protocol.effects import SLEEP, Operation
 from lockrouter.protocol.packets import Err, Ok, Rows
 from lockrouter.reading import Reading, look_over, read
-from lockrouter.session import Answered, Gone, Incarnation, Session, Silent, State
+from lockrouter.session import Answered, Garbled, Gone, Incarnation, Session, Silent, State
 from lockrouter.sql import statements
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Keeper:
             pause = jittered(shard.config.router.role_check, spread=0.1)
             try:
                 yield from self._read()
-            except Answered as error:
+            except (Answered, Garbled) as error:
                 shard.refuse(str(error), error=error)
             except Gone as error:
                 if self._reused:

@@ -23,7 +23,6 @@ from lockrouter.protocol.packets import IN_TRANSACTION, Rows, is_off
 from lockrouter.routing import Routing, fingerprint, key_hash
 from lockrouter.session import Gone, Session, Silent, State
 from lockrouter.shard import Shard
-from lockrouter.sql.statements import CHECK
 from lockrouter.watcher import Task, Watcher
 
 if TYPE_CHECKING:
@@ -41,6 +40,7 @@ _log = logging.getLogger("lockrouter")
 _BUSY, _HOLDING = State.BUSY, State.HOLDING
 _LOOK_EVERY = 0.05
 _LOOK_AFTER = 0.05
+_MEND_EVERY = 1.0
 _LATE = 0.03
 """Seconds past its end after which a wait for a reply is ended from outside; signals may have kept it alive."""
 
@@ -102,6 +102,8 @@ class Core:
         # What dropped handles hold, and what an interrupt has left half released; see `reap`.
         self.orphans: deque[tuple[Hold, bytes]] = deque()
         self.unfinished: deque[Hold] = deque()
+        # What is to be done about transactions whose context manager was dropped inside its block.
+        self.forsaken: deque[Callable[[], None]] = deque()
         self._limited = any(rule.max_hold is not None for rule in config.classes)
         self._watcher: Watcher | None = None
         self.metrics = Metrics.of(self._registry)
@@ -150,6 +152,8 @@ class Core:
             self.lose_hold(hold, LossReason.ROUTER_CLOSED)
             if hold.session is not None:
                 hold.session.die()
+            if hold.degraded:
+                self.local_gates.leave(hold)  # another router of this process may have the row now
         self.leases.end(until)
         if self._watcher is not None:
             self._watcher.close(self.config.pool.connect_timeout + 1.0)
@@ -217,7 +221,8 @@ class Core:
             raise
 
     def let_go(self, hold: Hold, handle: Handle) -> bool:
-        """Release the usual hold: of one row through one session, one handle, nobody behind it, not known to be lost.
+        """Release the usual hold: of one row through one session, one handle, not known to be lost; with nobody behind
+        it, or with somebody who may have the row without the server.
 
         False: it is not that, and nothing is done. Raises: an interrupt only.
         """
@@ -238,16 +243,18 @@ class Core:
         slot = hold.slot
         self.affinity[slot] = session
         try:
-            if not self.gates.release(hold, handle):
-                self.affinity.pop(slot, None)
-                return False
-            with session.mutex:
-                if session.hold is hold and session.state is _HOLDING:
-                    session.last_slots = (slot,)
-                    session.send_rollback(self._settled, at)
             shard: Shard = hold.shard
-            shard.pool.give_back(session, hold.lease)
-            shard.stats.row.released(at - hold.granted_at)
+            if self.gates.release(hold, handle):
+                with session.mutex:
+                    if session.hold is hold and session.state is _HOLDING:
+                        session.last_slots = (slot,)
+                        session.send_rollback(self._settled, at)
+                shard.pool.give_back(session, hold.lease)
+            else:
+                self.affinity.pop(slot, None)
+                if not self._hand_over(hold, session, at, handle):
+                    return False
+            shard.stats.row.left.append(at - hold.granted_at)
         except BaseException:
             if not handle.attached:
                 self.unfinished.append(hold)
@@ -268,14 +275,15 @@ class Core:
         if hold.party is not None:
             self._roll_back(hold.party.holds, hold.party, hold.session, shard)
             return
-        if self.gates.has_heir(hold) and self._hand_over(hold, hold.session):
+        if self.gates.has_heir(hold) and self._hand_over(hold, hold.session, now()):
             return
         self._roll_back((hold,), hold, hold.session, shard)
 
-    def _hand_over(self, hold: Hold, session: Session) -> bool:
-        """Pass the row to the next local waiter, where the server can be shown to still have it for this session."""
+    def _hand_over(self, hold: Hold, session: Session, at: float, handle: Handle | None = None) -> bool:
+        """Pass the row to the next local waiter, where the server can be shown to still have it for this session; the
+        handle, where there is one, is released in the same step. `at` is now.
+        """
         options = self.config.router
-        at = now()
         if hold.passes >= options.handover_limit or at - hold.row_at >= options.handover_time:
             return False
         if at > session.safe_from + options.ghost_timeout - 1.5:
@@ -283,7 +291,7 @@ class Core:
         with session.mutex:
             if session.state is not _HOLDING or session.unread or session.wire.readable():
                 return False
-            return self.gates.hand_over(hold)
+            return self.gates.hand_over(hold, handle)
 
     def _roll_back(self, holds: Sequence[Hold], anchor: Hold | Party, session: Session, shard: Shard) -> None:
         """Free all rows of a session, then leave their gates, latest first."""
@@ -328,6 +336,11 @@ class Core:
                 self._finish(self.unfinished.popleft())
             except IndexError:
                 return
+        while self.forsaken:
+            try:
+                self.forsaken.popleft()()
+            except IndexError:
+                return
         while self.orphans:
             try:
                 hold, key = self.orphans.popleft()
@@ -370,7 +383,7 @@ class Core:
             if session.hold is not (hold.party or hold) or session.state is not _HOLDING:
                 return LossReason.CLOSED, 0
             try:
-                reply = drive(session.exchange(CHECK, now() + self.config.pool.connect_timeout))
+                reply = drive(session.exchange(session.dialect.check(), now() + self.config.pool.connect_timeout))
             except Gone:
                 return session.end, 0
             except Silent:
@@ -417,8 +430,10 @@ class Core:
     def _tell(self, hold: Hold, reason: LossReason) -> None:
         hold.shard.stats.count_lost("local" if hold.local else hold.mode, reason.value)
         _log.warning("lock lost: row %d on shard %s: %s", hold.slot, hold.shard.id, reason.value)
-        for callback in hold.callbacks:
-            self._call_back(callback, reason, "lockrouter-on-lost")
+        for found in hold.callbacks:
+            told = found()
+            if told is not None:
+                self._call_back(told.callback, reason, "lockrouter-on-lost")
 
     def _call_back(self, callback: Callable[[Any], object], what: object, name: str) -> None:
         try:
@@ -444,9 +459,19 @@ class Core:
 
     def _look(self) -> Operation[None]:
         """Twenty times a second: find held sessions that ended, ping those that are due, release what was dropped."""
+        mended_at = 0.0
         while True:
             self.reap()
+            for shard in self.shards.values():
+                shard.stats.settle()
             self._look_at_limits()
+            for shard in self.shards.values():
+                if shard.interrupting:
+                    shard.interrupting = False
+                    shard.interrupt_waiters()
+            if now() - mended_at > _MEND_EVERY:
+                mended_at = now()
+                self._mend()
             held = [
                 session
                 for shard in self.shards.values()
@@ -456,6 +481,13 @@ class Core:
             if held:
                 self._look_at(held)
             yield (SLEEP, self._end_late_waits(), None)
+
+    def _mend(self) -> None:
+        """Finish what interrupts may have left half done."""
+        self.gates.mend()
+        self.local_gates.mend()
+        for shard in self.shards.values():
+            shard.pool.mend()
 
     def _end_late_waits(self) -> float:
         """End waits for replies that should be over; returns when to look again."""

@@ -12,14 +12,19 @@ with a queue has a holder or a lead.
 4. `leave` hands the row over to the head of the queue where that is allowed, else names the head as the next lead.
    Readers (shared requests) at the head become leads together; none passes a writer that waits.
 5. `lose` looks up, inside the block, who holds through a session now. The gate stays closed until that holder leaves.
+
+An interrupt may come wherever a block calls something. So no block leaves a request in neither the queue nor its next
+place; one that stands in both, or was not woken, `mend` finds.
 """
 
 from __future__ import annotations
 
 import enum
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from functools import cached_property
 from typing import Any, Protocol
 
 from lockrouter.deadline import now
@@ -27,7 +32,7 @@ from lockrouter.errors import LossReason, NotHeld, Overloaded, RouterClosed, Wou
 from lockrouter.protocol.effects import Waiter
 from lockrouter.session import Session
 
-__all__ = ["Gates", "Group", "Hold", "Party", "Place", "Request", "StepBack"]
+__all__ = ["Gates", "Group", "Hold", "Party", "Place", "Request", "Share", "StepBack", "Told"]
 
 
 class Place(enum.Enum):
@@ -54,14 +59,16 @@ class Hold:
 
     # Defaults of the class, not slots: what most locks never set costs them nothing.
     count = 1
-    shared = False
+    owner: Hashable = None
+    lease = passes = 0
+    degraded = shared = False
     party: Party | None = None
     lost: LossReason | None = None
     # The class's limit in seconds, whether passing it ends the session, and what was said of it so far.
     max_hold: float | None = None
     kill = False
     overdue = told = False
-    callbacks: tuple[Callable[[LossReason], object], ...] = ()
+    callbacks: tuple[weakref.ref[Told], ...] = ()
     # Keys of this row that were held and released inside this hold.
     seen: frozenset[bytes] = frozenset()
     mode = "row"
@@ -85,17 +92,25 @@ class Hold:
         self.slot = slot
         self.key = key
         self.thing = thing
-        self.owner = owner
         self.shard = shard
         self.session = session
-        self.lease = session.lease if session is not None else 0
-        self.degraded = session is None
         self.base = base
-        self.passes = passes
-        self.granted_at = now() if at is None else at
-        self.row_at = self.granted_at if row_at is None else row_at
-        # Per key: how many handles are open, and their token.
-        self.keys: dict[bytes, list[int]] = {key: [1, base + passes]}
+        self.granted_at = self.row_at = now() if at is None else at
+        if session is not None:
+            self.lease = session.lease
+        else:
+            self.degraded = True
+        if owner is not None:
+            self.owner = owner
+        if row_at is not None:
+            self.row_at, self.passes = row_at, passes
+
+    @cached_property
+    def keys(self) -> dict[bytes, list[int]]:
+        """Per key: how many handles are open, and their token. Made when more than the first is asked for, under the
+        gates' mutex and before anything is counted.
+        """
+        return {self.key: [self.count, self.base + self.passes]}
 
     @property
     def local(self) -> bool:
@@ -108,6 +123,29 @@ class Handle(Protocol):
 
     attached: bool
     generation: object
+
+
+class Told:
+    """A callback for the loss of a hold, kept by the handle it was given to, and by nobody else: one that refers to its
+    handle must not keep that from being dropped.
+    """
+
+    __slots__ = ("__weakref__", "callback")
+
+    def __init__(self, callback: Callable[[LossReason], object]) -> None:
+        self.callback = callback
+
+
+class Share:
+    """What a transaction has of a hold that it took, or entered again, for one key: a handle that no caller sees."""
+
+    __slots__ = ("attached", "generation", "hold", "key")
+
+    def __init__(self, hold: Hold, key: bytes, generation: object) -> None:
+        self.hold = hold
+        self.key = key
+        self.generation = generation
+        self.attached = False
 
 
 class Party:
@@ -188,7 +226,7 @@ class _Gate:
     lead: object = None
     queue: deque[Request] = _NOBODY
     readers: set[Hold] | frozenset[Hold] = _NONE
-    reader_leads: set[Request] | frozenset[Request] = _NONE
+    reader_leads: set[Request] | frozenset[Request] = _NONE  # replaced, never changed
 
     def own(self, request: Request) -> Hold | None:
         """The hold of this gate that is the caller's own."""
@@ -199,13 +237,13 @@ class _Gate:
 
     def make_lead(self, request: Request) -> None:
         """Let a request go to the server."""
-        request.place = _LEAD
-        if not request.shared:
+        if request.shared:
+            if self.readers is _NONE:
+                self.readers = set()
+            self.reader_leads = {*self.reader_leads, request}
+        else:
             self.lead = request
-            return
-        if self.readers is _NONE:
-            self.readers, self.reader_leads = set(), set()
-        self.reader_leads.add(request)  # type: ignore[union-attr]
+        request.place = _LEAD
 
     def admits(self, request: Request) -> bool:
         """True when nobody inside or at the server excludes the request."""
@@ -289,8 +327,8 @@ class Gates:
             request.waiter = Waiter()
             if gate.queue is _NOBODY:
                 gate.queue = deque()
-            gate.queue.append(request)
             request.place = _QUEUED
+            gate.queue.append(request)
             for node in nodes:
                 self._waiting[node] = gate
             return _QUEUED
@@ -388,16 +426,18 @@ class Gates:
             place = request.place
             if place in _NOT_WAITING:
                 return place
-            gate = self._gates[request.slot]
-            if place is _QUEUED:
-                gate.queue.remove(request)
-                self._forget_waiting(request)
-            elif request.shared:
-                gate.reader_leads.discard(request)  # type: ignore[union-attr]
-            else:
-                gate.lead = None
-            # A writer that leaves the queue, too, may have kept readers behind it waiting.
-            self._advance(gate, request.slot)
+            gate = self._gates.get(request.slot)
+            if gate is not None:
+                if place is _QUEUED:
+                    if request in gate.queue:
+                        gate.queue.remove(request)
+                    self._forget_waiting(request)
+                elif request.shared:
+                    gate.reader_leads = {*gate.reader_leads} - {request}
+                elif gate.lead is request:
+                    gate.lead = None
+                # A writer that leaves the queue, too, may have kept readers behind it waiting.
+                self._advance(gate, request.slot)
             request.place = _GONE
             return _GONE
 
@@ -412,11 +452,15 @@ class Gates:
 
     def _advance(self, gate: _Gate, slot: int) -> None:
         """Let the head of the queue go to the server: a writer alone, readers together; forget an empty gate."""
-        while gate.queue and gate.admits(gate.queue[0]):
-            head = gate.queue.popleft()
-            self._forget_waiting(head)
-            gate.make_lead(head)
+        while gate.queue:
+            head = gate.queue[0]
+            if head.place is _QUEUED:
+                if not gate.admits(head):
+                    break
+                self._forget_waiting(head)
+                gate.make_lead(head)
             _wake(head)
+            del gate.queue[0]
         if gate.holder is None and gate.lead is None and not (gate.readers or gate.reader_leads or gate.queue):
             del self._gates[slot]
 
@@ -434,8 +478,8 @@ class Gates:
                     raise NotHeld("the lock was released before")
                 # No call stands between the two: an interrupt finds both done, or neither.
                 handle.attached = False
-            hold.count -= 1
             counted = hold.keys[key]
+            hold.count -= 1
             counted[0] -= 1
             if not counted[0]:
                 del hold.keys[key]
@@ -457,10 +501,26 @@ class Gates:
             del self._gates[hold.slot]
             return True
 
-    def add_key(self, hold: Hold, key: bytes) -> None:
-        """Count one more handle of a hold, for a key of its row."""
+    def has_key(self, hold: Hold, key: bytes) -> bool:
+        """True where a key of the hold's row has a handle."""
+        with self._lock:
+            return key in hold.keys
+
+    def add_key(self, hold: Hold, key: bytes, handle: Share | None = None) -> None:
+        """Count one more handle of a hold, for a key of its row, and attach it in the same step."""
         with self._lock:
             self._count_in(hold, key)
+            if handle is not None:
+                handle.attached = True
+
+    def forsake(self, request: Request) -> None:
+        """Leave nothing of a request that was interrupted before anybody had a handle of its hold. Idempotent."""
+        hold = request.hold
+        if hold is not None and request.place is _HOLDER:
+            hold.count = 0
+            self.leave(hold)
+        else:
+            self.leave_queue(request)
 
     def holds_all(self, requests: Iterable[Request]) -> bool:
         """True when every request is for a row that is its caller's own already."""
@@ -477,9 +537,9 @@ class Gates:
         with self._lock:
             if not hold.count or hold.session is not None or hold.lost is not None or real.lost is not None:
                 return False
-            hold.shard, hold.lease, hold.base, hold.passes = real.shard, real.lease, real.base, 0
             for counted in hold.keys.values():
                 counted[1] = real.base
+            hold.shard, hold.lease, hold.base, hold.passes = real.shard, real.lease, real.base, 0
             party.holds.append(hold)
             hold.party = party
             party.session.hold = party
@@ -488,29 +548,36 @@ class Gates:
 
     def token_of(self, hold: Hold, key: bytes) -> int:
         """The token of a key that is held through this hold."""
-        return hold.keys[key][1]
+        with self._lock:
+            return hold.keys[key][1]
 
     def rebase(self, hold: Hold, key: bytes, base: int) -> None:
         """The server's clock was read again under the hold: `key` has that token now, and passes count from there."""
         with self._lock:
+            counted = hold.keys[key]
             hold.base, hold.passes = base, 0
-            hold.keys[key][1] = base
+            counted[1] = base
 
     def has_heir(self, hold: Hold) -> bool:
         """A hint: somebody who could receive the row waits. Only `hand_over` decides."""
         gate = self._gates.get(hold.slot)
         return gate is not None and bool(gate.queue)
 
-    def hand_over(self, hold: Hold) -> bool:
+    def hand_over(self, hold: Hold, handle: Handle | None = None) -> bool:
         """Make the head of the queue the holder through the same session, one pass on; False: nobody may receive it.
 
-        The caller holds the session's mutex and has found its socket clean, its time and its passes left.
+        The caller holds the session's mutex and has found its socket clean, its time and its passes left. The handle,
+        where it is given, is the only one of the hold, and is closed in the same step.
         """
         with self._lock:
-            gate = self._gates[hold.slot]
-            if gate.holder is not hold or not gate.queue or not gate.queue[0].may_receive or hold.lost is not None:
+            gate = self._gates.get(hold.slot)
+            if gate is None or gate.holder is not hold or not gate.queue or hold.lost is not None:
                 return False
-            heir = gate.queue.popleft()
+            heir = gate.queue[0]
+            if heir.place is not _QUEUED or not heir.may_receive:
+                return False
+            if handle is not None and (hold.count != 1 or not handle.attached):
+                return False
             self._forget_waiting(heir)
             heir.hold = gate.holder = Hold(
                 hold.slot,
@@ -525,8 +592,12 @@ class Gates:
             )
             if hold.session is not None:
                 hold.session.hold = heir.hold
+            if handle is not None:
+                handle.attached = False
+                hold.count = 0
             heir.place = _HOLDER
             _wake(heir)
+            del gate.queue[0]
             return True
 
     def leave(self, hold: Hold) -> None:
@@ -542,6 +613,17 @@ class Gates:
             else:
                 return
             self._advance(gate, hold.slot)
+
+    def mend(self) -> None:
+        """Finish what interrupts have left half done: whoever is next goes on, and is told so."""
+        with self._lock:
+            for slot, gate in tuple(self._gates.items()):
+                if gate.queue or (gate.holder is None and gate.lead is None):
+                    self._advance(gate, slot)
+                if isinstance(gate.lead, Request):
+                    _wake(gate.lead)
+                for reader in gate.reader_leads:
+                    _wake(reader)
 
     def lose(self, session: Session, reason: LossReason) -> list[Hold]:
         """Mark who holds through `session` now as lost, once, and return them; their gates stay closed."""
@@ -561,11 +643,11 @@ class Gates:
             hold.lost = reason
             return True
 
-    def subscribe(self, hold: Hold, callback: Callable[[LossReason], object]) -> LossReason | None:
+    def subscribe(self, hold: Hold, told: Told) -> LossReason | None:
         """Add a callback for the loss; returns the reason instead when the hold is lost already."""
         with self._lock:
             if hold.lost is None:
-                hold.callbacks += (callback,)
+                hold.callbacks += (weakref.ref(told),)
             return hold.lost
 
     def holder_of(self, slot: int) -> Hold | None:

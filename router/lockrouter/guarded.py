@@ -16,11 +16,11 @@ import secrets
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pymysql import err
-from pymysql.connections import Connection
 from pymysql.constants import CLIENT, COMMAND
 from pymysql.protocol import MysqlPacket
 
 from lockrouter.deadline import now
+from lockrouter.handshake import Handshake
 from lockrouter.protocol.packets import IN_TRANSACTION
 from lockrouter.session import State
 
@@ -69,7 +69,7 @@ class Guard(Protocol):
         """The server's transaction has ended, and the lock with it."""
 
 
-class GuardedConnection(Connection):
+class GuardedConnection(Handshake):
     """PyMySQL's connection of a lent session; see the module's rules."""
 
     _result: Any
@@ -134,11 +134,19 @@ class GuardedConnection(Connection):
             self._replied()
 
     def _drain(self) -> None:
+        """Read the last reply to its end; one whose reader was interrupted has none.
+
+        Raises:
+            OperationalError: that is so; the connection is closed.
+        """
         result = self._result
         if result is not None and result.unbuffered_active:
             result._finish_unbuffered_query()
         while self._result is not None and self._result.has_next:
             self.next_result()
+        if self.busy:
+            self._force_close()
+            raise err.OperationalError(2013, "the statement before was interrupted, and its reply not read")
 
     def _say(self, statement: str) -> None:
         super()._execute_command(COMMAND.COM_QUERY, statement)  # type: ignore[misc]
@@ -172,6 +180,9 @@ class GuardedConnection(Connection):
             self.commit_sent = False
             self._end(error)
             raise
+        except BaseException:
+            self._force_close()  # half a packet may be on its way
+            raise
 
     def _permit(self, guard: Guard, command: int, sql: str | bytes) -> None:
         guard.refuse()
@@ -201,6 +212,9 @@ class GuardedConnection(Connection):
                 self._end(error)
             else:
                 self._doubt = error
+            raise
+        except BaseException:
+            self._force_close()  # half a packet may have been read
             raise
         if self.session is not None:
             self.session.heard()

@@ -13,7 +13,7 @@ from sqlalchemy.pool import Pool
 
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason
-from lockrouter.gate import Hold
+from lockrouter.gate import Hold, Share
 from lockrouter.owners import forget
 from lockrouter.protocol.packets import IN_TRANSACTION
 
@@ -32,33 +32,44 @@ class Inside:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.generation = core.generation
-        self.held: list[tuple[Hold, bytes]] = []
+        self.held: list[Share] = []
         self.over = False
 
     def enter(self, ask: Ask) -> Hold | None:
         """The hold of the same row in this same transaction, counted once more."""
-        for hold, _ in self.held:
+        for share in self.held:
+            hold = share.hold
             if hold.slot == ask.slot and hold.lost is None:
-                self.core.gates.add_key(hold, ask.key)
+                again = Share(hold, ask.key, self.generation)
+                self.held.append(again)
+                self.core.gates.add_key(hold, ask.key, again)
                 return hold
         return None
 
+    def hold(self, hold: Hold, key: bytes) -> None:
+        """A row was taken in this transaction: it ends with it."""
+        share = Share(hold, key, self.generation)
+        self.held.append(share)
+        share.attached = True
+
     def end(self) -> None:
-        """Open the gates; the rows themselves the server frees."""
+        """Open the gates; the rows themselves the server frees. Idempotent, and may be interrupted anywhere."""
         self.over = True
-        held, self.held = self.held, []
         core = self.core
         if core.generation is not self.generation:
             return
-        for hold, key in reversed(held):
-            forget(hold)
-            if core.gates.uncount(hold, key):
-                hold.shard.stats.transaction.released(now() - hold.granted_at)
-                core.gates.leave(hold)
-        for hold, _ in held:
+        for share in reversed(self.held):
+            forget(share.hold)
+            if share.attached:
+                core.gates.uncount(share.hold, share.key, share)
+        for hold in {share.hold: None for share in reversed(self.held)}:
             if hold.count:
                 # Handles that were nested inside outlive the transaction: the last of them opens the gate.
                 core.lose_hold(hold, LossReason.TRANSACTION_ENDED)
+            else:
+                core.gates.leave(hold)
+                hold.shard.stats.transaction.released(now() - hold.granted_at)
+        self.held = []
 
 
 def inside_of(connection: Connection, core: Core) -> Inside:
@@ -124,6 +135,7 @@ def _on_invalidate(dbapi_connection: object, record: Any, error: BaseException |
 
 
 def _end(info: dict[str, Any]) -> None:
-    inside: Inside | None = info.pop(_INFO, None)
+    inside: Inside | None = info.get(_INFO)
     if inside is not None:
         inside.end()
+        info.pop(_INFO, None)

@@ -18,7 +18,7 @@ from lockrouter.guarded import GuardedConnection
 from lockrouter.protocol.effects import CALL, Operation
 from lockrouter.protocol.packets import Reply
 from lockrouter.protocol.wire import Wire
-from lockrouter.session import TRANSACTIONS, Session, State, authenticate, driver_is_known, login, require_tls, set_up
+from lockrouter.session import TRANSACTIONS, Session, State, authenticate, driver_is_known, login, set_up
 from lockrouter.sql.statements import MAX_STATEMENT_WAIT
 
 if TYPE_CHECKING:
@@ -194,7 +194,6 @@ def open_lent(
     def dial() -> LentSession:
         connection = GuardedConnection(**login(endpoint, seconds, tls))
         authenticate(connection, endpoint, seconds)
-        require_tls(connection, tls)
         return LentSession(connection, options, answers, ask_about)
 
     session: LentSession = yield (CALL, dial, None)

@@ -109,9 +109,13 @@ def lock_in(core: Core, target: Target, key: str | bytes, timeout: float | None)
         _await_primary(ask)
         seen = _look(connection, ask.shard)
         watch(connection)
-        hold = _take(ask, connection, seen)
-        inside = inside_of(connection, core)  # another one, if an error on the way ended an empty transaction
-    inside.held.append((hold, raw))
+        try:
+            hold = _take(ask, connection, seen)
+            inside = inside_of(connection, core)  # another one, if an error on the way ended an empty transaction
+            inside.hold(hold, raw)
+        except BaseException:
+            core.gates.forsake(ask)
+            raise
     if hold not in ask.owns:
         record(hold)
     core.limit(hold, rule)
@@ -169,8 +173,8 @@ def _bytes(value: object) -> bytes:
 
 def _take(ask: Ask, connection: Connection, seen: _Seen) -> Hold:
     gates = ask.core.gates
-    place = gates.enter(ask, wait=ask.wait, reentrant=False, max_waiters=ask.rule.max_waiters)
     try:
+        place = gates.enter(ask, wait=ask.wait, reentrant=False, max_waiters=ask.rule.max_waiters)
         if place is Place.QUEUED:
             place = drive(queue_at(ask, gates, ask))
         if place is not Place.LEAD:
@@ -180,7 +184,6 @@ def _take(ask: Ask, connection: Connection, seen: _Seen) -> Hold:
         hold.server = seen.incarnation[0]
         gates.granted(ask, hold)
     except BaseException as error:
-        gates.leave_queue(ask)
         _count(ask, "timeout" if isinstance(error, TimeoutError) else "error")
         raise
     _count(ask, "acquired")

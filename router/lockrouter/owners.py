@@ -42,6 +42,8 @@ def own_holds(me: object) -> tuple[Hold, ...]:
 def record(hold: Hold) -> None:
     """Note in the current context that `hold` was taken in it."""
     holds = _holds.get()
+    if len(holds) == 1 and not holds[0].count:  # the usual one: the last lock of this context, released
+        holds = ()
     _holds.set((*(old for old in holds if old.count), hold) if holds else (hold,))
 
 

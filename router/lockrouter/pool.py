@@ -3,11 +3,15 @@
 Row locks and transactions count together and use sessions of their own lane: an idle session of the other lane is
 closed to make room. Connections are opened by the caller that needs one, outside every mutex; a session that comes back
 goes to the longest waiter, who accepts or refuses it in one step, so that nothing is given to a caller that has left.
+
+An interrupt may come wherever something is called. So what is taken is not counted but looked up: the sessions there
+are, and the places on which one is being opened. And a waiter looks for itself once in a while: it need not be woken.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -15,11 +19,13 @@ from lockrouter.deadline import now
 from lockrouter.protocol.effects import WAIT, Operation, Waiter
 from lockrouter.session import ROWS, Session, State
 
-__all__ = ["Exhausted", "Pool", "PoolClosed"]
+__all__ = ["Borrower", "Exhausted", "Pool", "PoolClosed"]
 
 _KEPT = (State.IDLE, State.ROLLBACK_SENT)
 _LOOK_AFTER = 0.2
 """Seconds a session may have been idle before a check-out looks at its socket first."""
+_LOOK_AGAIN = 1.0
+"""Seconds after which a waiter looks for itself: an interrupt may have kept another one from waking it."""
 
 
 class Exhausted(Exception):
@@ -28,6 +34,12 @@ class Exhausted(Exception):
 
 class PoolClosed(Exception):
     """The pool is closed."""
+
+
+class Borrower:
+    """What stands for a call that borrows a session: it lives as long as the call's frame, which may be interrupted."""
+
+    __slots__ = ("__weakref__",)
 
 
 class _Claim:
@@ -51,7 +63,8 @@ class Pool:
         self._lock = threading.Lock()
         self._idle: tuple[list[Session], ...] = tuple([] for _ in openers)
         self._queue: deque[_Claim] = deque()
-        self._total = 0
+        # Who is opening a session, or has leave to.
+        self._opening: set[object] = set()
         self._closed = False
         self.sessions: set[Session] = set()
 
@@ -81,16 +94,15 @@ class Pool:
             prefer: taken if it is idle.
             fresh: never an idle one.
             lane: what for; see `Session.lane`.
-            borrower: whose call this is, for `borrowed`.
+            borrower: whose call this is, for `borrowed`; or a weak reference to a `Borrower`, for `mend`.
 
         Raises:
             Exhausted: none in time.
             PoolClosed: the pool is closed.
             Whatever opening raises.
         """
-        claim: _Claim | None = None
-        # True while a place is counted for this call that has no session yet; an interrupt gives it back, too.
-        place = False
+        session: Session | None = None
+        claim = _Claim(lane)
         try:
             with self._lock:
                 if self._closed:
@@ -98,25 +110,21 @@ class Pool:
                 session = None if fresh else self._take_idle(prefer, lane, borrower)
                 if session is None:
                     limit = self.size * 2 if beyond else self.size
-                    if self._total < limit and not (self._queue and not beyond):
-                        self._total += 1
-                        place = True
-                    elif self._total <= limit and self._evict():
-                        place = True  # nobody queues while a session is idle: the place is the caller's
+                    # Nobody queues while a session is idle: the place of one that is ended is the caller's.
+                    free = self._total < limit and not (self._queue and not beyond)
+                    if free or (self._total <= limit and self._evict()):
+                        self._opening.add(claim)
                     elif beyond or not wait:
                         raise Exhausted
                     else:
-                        claim = _Claim(lane)
                         self._queue.append(claim)
-            if claim is not None:
-                session = yield from self._wait(claim, until)
-                place = session is None
             if session is None:
-                session = yield from self._open(until, lane, borrower)
-                place = False
+                if claim not in self._opening:
+                    session = yield from self._wait(claim, until)
+                if session is None:
+                    session = yield from self._open(claim, until, borrower)
         except BaseException:
-            if place:
-                self._vacate()
+            self._forsake(claim, session)
             raise
         session.borrower = borrower
         return session
@@ -150,17 +158,22 @@ class Pool:
             if now() - session.answered_at < _LOOK_AFTER or session.drain():
                 return session
             session.borrower = None
-            self._total -= 1
             self.sessions.discard(session)
         return None
+
+    @property
+    def _total(self) -> int:
+        """How many of the places are taken."""
+        return len(self.sessions) + len(self._opening)
 
     def _evict(self) -> bool:
         """Under `_lock`: end an idle session of any lane, to open another on its place."""
         for idle in self._idle:
             if idle:
-                session = idle.pop(0)
-                self.sessions.discard(session)
+                session = idle[0]
                 session.die()
+                self.sessions.discard(session)
+                del idle[0]
                 return True
         return False
 
@@ -169,55 +182,63 @@ class Pool:
         return [session for session in tuple(self.sessions) if session.borrower is borrower]
 
     def _wait(self, claim: _Claim, until: float) -> Operation[Session | None]:
-        try:
-            yield (WAIT, claim.waiter, until)
-        except BaseException:
-            self._withdraw(claim, keep=False)
-            raise
-        if not self._withdraw(claim, keep=True):
-            raise PoolClosed if self._closed else Exhausted
-        return claim.session
+        """Wait for a session, or for leave to open one: then None."""
+        while True:
+            yield (WAIT, claim.waiter, min(until, now() + _LOOK_AGAIN))
+            with self._lock:
+                self._serve()
+                if claim.filled:
+                    return claim.session
+                if self._closed:
+                    raise PoolClosed
+                if now() >= until:
+                    raise Exhausted
 
-    def _withdraw(self, claim: _Claim, *, keep: bool) -> bool:
-        """Leave the queue; True when the claim had been filled. Without `keep` what it holds goes to the next."""
+    def _forsake(self, claim: _Claim, session: Session | None) -> None:
+        """Leave nothing of a check-out that ended by an error; what it was given goes to the next."""
         with self._lock:
-            if not claim.filled:
-                if claim in self._queue:
-                    self._queue.remove(claim)
-                return False
-        if not keep:
-            if claim.session is not None:
-                self.give_back(claim.session)
-            else:
-                self._vacate()
-        return True
+            if claim in self._queue:
+                self._queue.remove(claim)
+            self._opening.discard(claim)
+            self._serve()
+        session = session or claim.session
+        if session is not None:
+            self.give_back(session)
 
-    def _open(self, until: float, lane: int, borrower: object) -> Operation[Session]:
-        """Open a session on a place that is counted already."""
-        session = yield from self._openers[lane](until)
+    def _open(self, claim: _Claim, until: float, borrower: object) -> Operation[Session]:
+        """Open a session on the place of the claim."""
+        session = yield from self._openers[claim.lane](until)
         session.borrower = borrower
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                self.sessions.add(session)
-        if closed:
-            session.close()
+        try:
+            with self._lock:
+                if not self._closed:
+                    self.sessions.add(session)
+                    self._opening.discard(claim)
+                    return session
             raise PoolClosed
-        return session
+        except BaseException:
+            self.sessions.discard(session)
+            session.close()
+            raise
 
-    def _vacate(self) -> None:
-        """One place less is taken: the longest waiter may open a session on it."""
-        with self._lock:
-            if self._queue and self._total <= self.size:
-                self._fill(None)
-            else:
-                self._total -= 1
-
-    def _fill(self, session: Session | None) -> None:
-        claim = self._queue.popleft()
-        claim.session = session
-        claim.filled = True
-        claim.waiter.wake()
+    def _serve(self) -> None:
+        """Under `_lock`: give the waiters, the longest first, what is there: sessions, or places to open one on."""
+        while self._queue:
+            claim = self._queue[0]
+            if not claim.filled:
+                idle = self._idle[claim.lane]
+                if idle:
+                    session = idle[-1]
+                    session.borrower = claim
+                    claim.session = session
+                    del idle[-1]
+                elif self._total < self.size or (self._total <= self.size and self._evict()):
+                    self._opening.add(claim)
+                else:
+                    return
+                claim.filled = True
+            claim.waiter.wake()
+            del self._queue[0]
 
     def give_back(self, session: Session, lease: int | None = None) -> None:
         """Return a session: kept when it is idle or its ROLLBACK is on the way, closed in any other state.
@@ -228,19 +249,23 @@ class Pool:
         with self._lock:
             if lease is not None and session.lease != lease:
                 return
+            keep = keep and not self._closed and len(self.sessions) <= self.size
+            # No call stands between these and the next: an interrupt finds the session given back, or not.
             session.lease += 1
             session.borrower = None
             session.fresh = False
-            if keep and not self._closed and self._total <= self.size:
-                if not self._queue:
-                    self._idle[session.lane].append(session)
-                    return
-                if self._queue[0].lane == session.lane:
-                    self._fill(session)
-                    return
+            if keep:
+                self._idle[session.lane].append(session)
+                if self._queue:
+                    self._serve()
+                return
             self.sessions.discard(session)
-        session.close()
-        self._vacate()
+        try:
+            session.close()
+        finally:
+            if self._queue:
+                with self._lock:
+                    self._serve()
 
     def idle_longer_than(self, seconds: float) -> list[Session]:
         """Take out the sessions nobody used for so long; each must be given back."""
@@ -258,9 +283,20 @@ class Pool:
                 if session.incarnation[0] != primary:
                     session.die()
             alive = tuple([session for session in idle if session.drain()] for idle in self._idle)
-            self._total -= sum(map(len, self._idle)) - sum(map(len, alive))
+            dead = [s for s in tuple(self.sessions) if s.state is State.DEAD and s.hold is None]
+            self.sessions.difference_update(dead)
             self._idle = alive
-        self.sessions.difference_update([s for s in tuple(self.sessions) if s.state is State.DEAD and s.hold is None])
+            self._serve()
+
+    def mend(self) -> None:
+        """End the sessions whose borrowers are not there any more, and serve whoever waits."""
+        for session in tuple(self.sessions):
+            if isinstance(session.borrower, weakref.ref) and session.borrower() is None:
+                session.die()
+                self.give_back(session)
+        if self._queue:
+            with self._lock:
+                self._serve()
 
     def counts(self) -> dict[str, int]:
         """Sessions by state, for the metrics."""

@@ -8,7 +8,7 @@ from lockrouter import tokens
 from lockrouter.deadline import now
 from lockrouter.protocol.effects import Operation
 from lockrouter.protocol.packets import Rows, is_off
-from lockrouter.session import Answered, Incarnation, Session, single_row
+from lockrouter.session import Answered, Incarnation, Session, sensible, single_row
 from lockrouter.sql import statements
 
 __all__ = ["Reading", "look_over", "read", "started_us", "unfit"]
@@ -34,8 +34,17 @@ class Reading(NamedTuple):
 
     @classmethod
     def of(cls, row: tuple[bytes | None, ...], sent_at: float, received_at: float) -> Reading:
-        """Decode the row of `Dialect.control_read`."""
+        """Decode the row of `Dialect.control_read`.
+
+        Raises:
+            Answered: it is none.
+        """
         value = [field if field is not None else b"" for field in row]
+        with sensible():
+            return cls._of(value, sent_at, received_at)
+
+    @classmethod
+    def _of(cls, value: list[bytes], sent_at: float, received_at: float) -> Reading:
         return cls(
             connection_id=int(value[0]),
             incarnation=(value[1], started_us(value[2])),
@@ -114,13 +123,16 @@ def look_over(session: Session, until: float) -> Operation[None]:
             it is not in, may have another primary.
         Gone, Silent: the session is closed.
     """
-    first, _, second = single_row((yield from session.exchange(statements.SYSDATE_MOVES, until)))
+    row = single_row((yield from session.exchange(statements.SYSDATE_MOVES, until)))
+    with sensible():
+        first, _, second = row
     if first == second:
         raise Answered(0, "the server runs with --sysdate-is-now: its clock cannot order grants")
     settings = yield from session.exchange(statements.WRITERS, until)
     if not isinstance(settings, Rows):
         raise Answered(getattr(settings, "code", 0), "the server's settings cannot be read")
-    found = {(name or b"").decode(): (value or b"").decode() for name, value in settings.rows}
+    with sensible():
+        found = {(name or b"").decode(): (value or b"").decode() for name, value in settings.rows}
     why = unfit(found)
     if why is not None:
         raise Answered(0, why)

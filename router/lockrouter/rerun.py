@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,7 +17,7 @@ from sqlalchemy import Connection
 from lockrouter.backoff import jittered
 from lockrouter.deadline import GRACE, now
 from lockrouter.errors import LockLost, LossReason, OutcomeUnknown
-from lockrouter.pool import Exhausted, PoolClosed
+from lockrouter.pool import Borrower, Exhausted, PoolClosed
 from lockrouter.protocol.effects import Operation, drive
 from lockrouter.protocol.packets import Err, Rows
 from lockrouter.session import Answered, Gone, Silent
@@ -51,7 +52,8 @@ def run(
         try:
             return _attempt(transaction, work)
         except LockLost:
-            if not transaction.lost or transaction.reason() in (LossReason.FORKED, LossReason.ROUTER_CLOSED):
+            block = transaction.block
+            if not block.lost or block.reason() in (LossReason.FORKED, LossReason.ROUTER_CLOSED):
                 raise
         time.sleep(jittered(_PAUSE * number))
     return _attempt(Transaction(core, keys, timeout), work)
@@ -63,7 +65,7 @@ def _attempt(transaction: Transaction, work: Callable[[Connection], Result]) -> 
     Raises:
         OutcomeUnknown: the COMMIT could not be settled.
     """
-    shard, marker = transaction.shard, secrets.token_bytes(16)
+    shard, marker = transaction.block.shard, secrets.token_bytes(16)
     spent = shard.spent_markers.popleft() if shard.spent_markers else None
     try:
         with transaction as connection:
@@ -74,7 +76,7 @@ def _attempt(transaction: Transaction, work: Callable[[Connection], Result]) -> 
         spent = None
     except OutcomeUnknown as unknown:
         if not _committed(transaction, marker, unknown):
-            raise transaction.never_committed() from unknown
+            raise transaction.block.never_committed() from unknown
         spent = None
     finally:
         if spent is not None:
@@ -89,7 +91,7 @@ def _committed(transaction: Transaction, marker: bytes, unknown: OutcomeUnknown)
     Raises:
         OutcomeUnknown: it did not, for as long as a server may take to free what a dead session held, and a bit.
     """
-    shard = transaction.shard
+    shard = transaction.block.shard
     until = now() + shard.config.router.ghost_timeout + 2.0
     while True:
         try:
@@ -104,7 +106,8 @@ def _committed(transaction: Transaction, marker: bytes, unknown: OutcomeUnknown)
 
 
 def _find(shard: Shard, marker: bytes, until: float) -> Operation[bool]:
-    session = yield from shard.pool.check_out(until, beyond=True)
+    borrower = Borrower()
+    session = yield from shard.pool.check_out(until, beyond=True, borrower=weakref.ref(borrower))
     try:
         rights = shard.rights
         if rights is None or rights.incarnation != session.incarnation:

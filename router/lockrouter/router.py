@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -20,7 +21,7 @@ from lockrouter.leases.request import Take
 from lockrouter.leases.rows import Kind
 from lockrouter.lockin import LockIn, lock_in
 from lockrouter.lockset import LockSet, lock_all, name_keys
-from lockrouter.pool import Exhausted, PoolClosed
+from lockrouter.pool import Borrower, Exhausted, PoolClosed
 from lockrouter.protocol.effects import WAIT, Operation, drive
 from lockrouter.recipes.verbs import RecipeVerbs
 from lockrouter.rerun import run
@@ -324,10 +325,10 @@ class LockRouter(RecipeVerbs):
 
 def _warm(shard: Shard) -> Operation[None]:
     until = now() + shard.config.pool.connect_timeout
-    sessions = []
+    sessions, borrower = [], Borrower()
     try:
         for _ in range(shard.config.pool.min_idle):
-            sessions.append((yield from shard.pool.check_out(until, wait=False)))
+            sessions.append((yield from shard.pool.check_out(until, wait=False, borrower=weakref.ref(borrower))))
     except Exhausted:
         pass  # in use to the last one: warm enough
     except (Gone, Silent, Answered) as error:

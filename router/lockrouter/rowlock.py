@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lockrouter.deadline import now
 from lockrouter.errors import ConfigError, LockLost, LossReason, NotHeld, NoToken
-from lockrouter.gate import Hold
+from lockrouter.gate import Hold, Told
 from lockrouter.owners import forget
 from lockrouter.promotion import promote
 from lockrouter.protocol.effects import drive
@@ -30,7 +30,8 @@ class RowLock:
     `ResourceWarning`.
     """
 
-    __slots__ = ("_confirm", "_core", "_hold", "_key", "_token", "address", "attached", "generation", "key")
+    _told: tuple[Told, ...]
+    __slots__ = ("_confirm", "_core", "_hold", "_key", "_token", "_told", "address", "attached", "generation", "key")
 
     def __init__(
         self,
@@ -102,9 +103,12 @@ class RowLock:
 
     def on_lost(self, callback: Callable[[LossReason], object]) -> None:
         """Have `callback(reason)` called once when the lock is lost, on a thread of its own; at once if it is lost."""
-        reason = self._loss() or self._core.gates.subscribe(self._held, callback)
+        told = Told(callback)
+        reason = self._loss() or self._core.gates.subscribe(self._held, told)
         if reason is not None:
             callback(reason)
+        else:
+            self._told = (*getattr(self, "_told", ()), told)
 
     def promote(self, timeout: float | None = None) -> bool:
         """True: from now on the row itself is held, and `token` is one; a lock that was never degraded is so already.

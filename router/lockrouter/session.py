@@ -1,6 +1,6 @@
 """One connection to one server, the state it is in, and what is still unread on it.
 
-This module and `protocol/wire.py` are the only ones that touch PyMySQL's internals: PyMySQL connects and
+This module, `handshake` and `protocol/wire.py` are the only ones that touch PyMySQL's internals: PyMySQL connects and
 authenticates, DBUtils owns the connection object, and from then on this module talks to its socket.
 """
 
@@ -11,17 +11,18 @@ import enum
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pymysql
 from dbutils.steady_db import SteadyDBConnection
 from pymysql.connections import Connection
-from pymysql.constants import CR
 
 from lockrouter.bridge import Bridge, end
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason
+from lockrouter.handshake import PLAIN_REFUSED, Handshake, is_answer, log_in, require_tls
 from lockrouter.protocol.effects import CALL, RECEIVE, TALK, Operation
 from lockrouter.protocol.packets import (
     IN_TRANSACTION,
@@ -31,14 +32,17 @@ from lockrouter.protocol.packets import (
     Err,
     Grants,
     Ok,
+    Prepared,
     ProtocolViolation,
     Reply,
     ReplyReader,
     Rows,
+    execution,
     is_off,
+    prepare,
 )
 from lockrouter.protocol.wire import Wire
-from lockrouter.sql.statements import CHECK, Dialect, dialect_of
+from lockrouter.sql.statements import Dialect, dialect_of
 
 if TYPE_CHECKING:
     from lockrouter.config import Endpoint
@@ -47,6 +51,7 @@ __all__ = [
     "ROWS",
     "TRANSACTIONS",
     "Answered",
+    "Garbled",
     "Gone",
     "Incarnation",
     "Session",
@@ -58,8 +63,9 @@ __all__ = [
     "driver_is_known",
     "login",
     "open_session",
-    "require_tls",
+    "sensible",
     "set_up",
+    "single_row",
 ]
 
 ROWS, TRANSACTIONS = range(2)
@@ -70,6 +76,8 @@ Incarnation = tuple[bytes, int]
 
 
 _OK_SIZE = 11
+_OVER = 0.1
+"""Seconds after which a login that should have ended by itself is given up."""
 _CUT_SHORT = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 _KNOWN_DRIVERS = ((1, 1), (1, 2))
 
@@ -96,6 +104,10 @@ class Gone(Exception):
         self.answered = answered
 
 
+class Garbled(Gone):
+    """The connection was ended because what came cannot be a reply: whoever says such things does answer."""
+
+
 class Silent(Exception):
     """No complete reply came in time; the connection is closed."""
 
@@ -106,6 +118,11 @@ class Answered(Exception):
     def __init__(self, code: int, message: str) -> None:
         super().__init__(f"({code}) {message}" if code else message)
         self.code = code
+
+
+def _handshake(**arguments: Any) -> Handshake:
+    """What DBUtils calls; it would call the method `connect` of a class."""
+    return Handshake(**arguments)
 
 
 def driver_is_known() -> bool:
@@ -136,10 +153,12 @@ class Session:
 
     __slots__ = (
         "_on_settled",
+        "_read",
         "_reader",
         "_steady",
         "answered_at",
         "borrower",
+        "bound",
         "connection_id",
         "dialect",
         "end",
@@ -150,8 +169,10 @@ class Session:
         "interrupted",
         "last_slots",
         "lease",
+        "may_prepare",
         "mutex",
         "ping_sent_at",
+        "prepared",
         "safe_from",
         "sent_at",
         "state",
@@ -190,6 +211,14 @@ class Session:
         # True while a session that holds rows waits for one more.
         self.waiting = False
         self.unread = 0
+        # By table: the packet that executes its prepared locking statement, up to the slot; None: it was refused.
+        # They are bounded by a setting of the session, which has this value, in milliseconds; 0: none yet.
+        self.prepared: dict[int, bytes | None] = {}
+        self.bound = 0
+        # False where the server has prepared much already, for whomever, or cannot be asked to.
+        self.may_prepare = False
+        # Takes the next reply that is not one of the unread ones from what was received.
+        self._read: Callable[[], Any] = self._reader.next
         self.fresh = True
         self.answered_at = self.safe_from = self.sent_at = now()
         self.ping_sent_at: float | None = None
@@ -220,7 +249,9 @@ class Session:
                 least = _OK_SIZE + 1 if self.unread == 1 else 1
                 self._feed((yield (TALK, self.wire, (packet, until, least))))
             while True:
-                reply = (self._reader.next_ok() if self.unread else None) or self._reader.next()
+                reply: Reply | None = self._reader.next_ok() if self.unread else None
+                if reply is None:
+                    reply = self._reader.next() if self.unread else self._read()
                 if reply is None:
                     self._feed((yield (RECEIVE, self.wire, until)))
                 elif self.unread:
@@ -228,6 +259,7 @@ class Session:
                 else:
                     break
             answered = True
+            self._read = self._reader.next
             if type(reply) is Err and reply.unsolicited:
                 raise Gone(f"({reply.code}) {reply.message}")
             if not more and not self._reader.empty:
@@ -235,7 +267,10 @@ class Session:
         except TimeoutError as error:
             self.die()
             raise Silent(str(error)) from None
-        except (OSError, ProtocolViolation) as error:
+        except ProtocolViolation as error:
+            self.die()
+            raise Garbled(str(error), answered=answered) from error
+        except OSError as error:
             self.die()
             raise Gone(str(error), answered=answered) from error
         except BaseException:
@@ -248,7 +283,7 @@ class Session:
     def talk_now(self, packet: bytes, until: float, at: float) -> bytes:
         """The quick form of `exchange`, blocking: what came first, of replies that were left unread, too.
 
-        It is for `accept`, when it is all of them, or else for `keep`; nothing, where a part had come before.
+        It is for `grant`, when it is all of them, or else for `keep`; nothing, where a part had come before.
         Afterwards the state is BUSY, or, after an error, DEAD.
 
         Raises:
@@ -258,7 +293,7 @@ class Session:
         self.state = _BUSY
         self.sent_at = at
         try:
-            data = self.wire.talk(packet, until, _OK_SIZE + 1 if self.unread == 1 else 1, at)
+            data = self.wire.talk(packet, until, self.unread * _OK_SIZE + 1, at)
             if not data:
                 if now() > until:
                     raise TimeoutError("no reply")  # ended by the background, where signals kept the wait alive
@@ -277,8 +312,13 @@ class Session:
             self.die()
             raise
 
-    def accept(self, sent_at: float, answered_at: float) -> None:
-        """Take what `talk_now` returned for the whole reply to a command sent at `sent_at`, behind all unread ones."""
+    def grant(self, hold: Any, sent_at: float, answered_at: float) -> None:
+        """`occupy` for `hold`, of what `talk_now` returned: the whole reply to a command sent at `sent_at`, behind all
+        unread ones.
+
+        Raises:
+            Gone: as `occupy`.
+        """
         if self.unread:
             self.unread = 0
             settled, self._on_settled = self._on_settled, None
@@ -286,10 +326,18 @@ class Session:
                 settled(self)
         self.safe_from = sent_at
         self.answered_at = answered_at
+        with self.mutex:
+            if not self.interrupted:
+                self.state = _HOLDING
+                self.hold = hold
+                return
+        self.occupy(hold)
 
-    def keep(self, data: bytes) -> None:
+    def keep(self, data: bytes, executed: bool) -> None:
         """Leave what `talk_now` returned to an `exchange` of nothing."""
         self._reader.feed(data)
+        if executed:
+            self._read = self._reader.next_executed
 
     @property
     def proven(self) -> bool:
@@ -346,6 +394,18 @@ class Session:
         self.safe_from = now() if at is None else at
         return True
 
+    def prepare(self, table: int, until: float) -> Operation[None]:
+        """Have the server prepare a table's locking statement for this connection; afterwards `prepared` says so.
+
+        For a session that has locked a row of the table just now: no metadata lock can be in the way then.
+
+        Raises:
+            Silent, Gone: as `exchange`.
+        """
+        self._read = self._reader.next_prepared
+        answer: object = yield from self.exchange(prepare(self.dialect.prepared_lock(table)), until)
+        self.prepared[table] = execution(answer.statement) if isinstance(answer, Prepared) else None
+
     def rollback(self, until: float) -> Operation[None]:
         """End the transaction and wait for the server's word; afterwards the session is idle or dead."""
         reply = yield from self.exchange(ROLLBACK, until)
@@ -371,7 +431,7 @@ class Session:
         when the ROLLBACK behind the question came.
         """
         self.hold = None
-        reply = yield from self.exchange(CHECK + ROLLBACK, until, more=True)
+        reply = yield from self.exchange(self.dialect.check() + ROLLBACK, until, more=True)
         alive = isinstance(reply, Rows) and bool(reply.status & IN_TRANSACTION) and is_off(reply.rows[0][1])
         reply = yield from self.exchange(b"", until)
         self.state = _IDLE
@@ -516,26 +576,20 @@ def login(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None) -> dic
         "write_timeout": bound,
         "ssl": tls,
         "ssl_disabled": tls is None,
+        "auth_plugin_map": PLAIN_REFUSED if tls is None and endpoint.unix_socket is None else {},
         "program_name": "lockrouter",
         "defer_connect": True,
     }
 
 
-def require_tls(connection: Connection[Any], tls: ssl.SSLContext | None) -> None:
-    """Refuse a connection that is not encrypted though that was asked for: not every PyMySQL does.
-
-    Raises:
-        Answered: it is not.
-    """
-    sock: Any = connection._sock  # type: ignore[attr-defined]
-    if tls is not None and not isinstance(sock, ssl.SSLSocket) and sock.family != socket.AF_UNIX:
-        connection._force_close()  # type: ignore[attr-defined]
-        raise Answered(0, "the server does not speak TLS")
-
-
 def patient_login(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None) -> dict[str, Any]:
-    """As `login`, for a connection that PyMySQL itself goes on to use: values stay text, reads have no bound of its."""
-    return {**login(endpoint, seconds, tls), "conv": {}, "read_timeout": None, "write_timeout": None}
+    """As `login`, for a connection that PyMySQL itself goes on to use: values stay text, reads have no bound of its.
+
+    Whether it speaks TLS is known only afterwards, so the password is not sent as it is even where TLS is asked for.
+    """
+    plain = PLAIN_REFUSED if endpoint.unix_socket is None else {}
+    unbounded: dict[str, Any] = {"conv": {}, "read_timeout": None, "write_timeout": None}
+    return {**login(endpoint, seconds, tls), **unbounded, "auth_plugin_map": plain}
 
 
 def _authenticate_unknown(
@@ -569,10 +623,10 @@ def _authenticate_unknown(
         if line is not None:
             line.settimeout(None)
         if tls is not None and endpoint.unix_socket is None:
-            with connection.cursor() as cursor:
-                cursor.execute("SHOW SESSION STATUS LIKE 'Ssl_cipher'")
-                if not any(row[1] for row in cursor.fetchall()):
-                    raise Answered(0, "the server does not speak TLS")
+            try:
+                require_tls(connection)
+            except pymysql.MySQLError as error:
+                raise _login_failed(error) from error
         return line
     except BaseException as error:
         if line is not None:
@@ -592,28 +646,30 @@ def authenticate(
     """Connect, unless a connected socket is given, and log in within about `seconds`, blocking.
 
     Raises:
-        Answered, Gone: as `dial`.
+        Answered, Gone, Silent: as `dial`.
     """
     bound = max(0.001, seconds)
+    until = now() + bound
     try:
-        connection.connect(sock or _plain_socket(endpoint, bound))
+        sock = sock or _plain_socket(endpoint, bound)
+        log_in(connection, sock, until)
     except pymysql.MySQLError as error:
-        code = error.args[0] if error.args and isinstance(error.args[0], int) else 0
-        text = str(error.args[1]) if len(error.args) > 1 else str(error)
-        cause = getattr(error, "original_exception", None)
-        if code == CR.CR_SSL_CONNECTION_ERROR or (
-            isinstance(cause, ssl.SSLError) and not isinstance(cause, _CUT_SHORT)
-        ):
-            raise Answered(0, text) from error  # it is there, and may be granting to others
-        if 1000 <= code < 2000 or 3000 <= code < 4000:
-            raise Answered(code, text) from error
-        if isinstance(cause, TimeoutError) or "timed out" in text:
-            raise Silent(text) from error
-        raise Gone(text) from error
+        raise _login_failed(error) from error
     except TimeoutError as error:
         raise Silent(f"no connection within {bound:.3f} s") from error
     except OSError as error:
         raise Gone(str(error)) from error
+
+
+def _login_failed(error: pymysql.MySQLError) -> Answered | Gone | Silent:
+    code = error.args[0] if error.args and isinstance(error.args[0], int) else 0
+    text = str(error.args[1]) if len(error.args) > 1 else str(error)
+    cause = getattr(error, "original_exception", None)
+    if is_answer(error) or (isinstance(cause, ssl.SSLError) and not isinstance(cause, _CUT_SHORT)):
+        return Answered(code, text)  # it is there, and may be granting to others
+    if isinstance(cause, TimeoutError) or "timed out" in text:
+        return Silent(text)
+    return Gone(text)
 
 
 def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, grants: Grants | None = None) -> Session:
@@ -624,19 +680,19 @@ def dial(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None, grants:
         Gone: it refused, could not be reached, or ended the connection.
         Silent: it did not answer in time.
     """
+    known = driver_is_known()
     steady = SteadyDBConnection(
-        pymysql,
+        _handshake if known else pymysql,
         failures=(_NeverRaised,),
         ping=0,
         closeable=True,
-        **(login(endpoint, seconds, tls) if driver_is_known() else patient_login(endpoint, seconds, tls)),
+        **(login if known else patient_login)(endpoint, seconds, tls),
     )
     connection = steady._con
-    if not driver_is_known():
+    if not known:
         line = _authenticate_unknown(connection, endpoint, seconds, tls)
         return Session(None, connection, grants, Bridge(connection, line, steady))
     authenticate(connection, endpoint, seconds)
-    require_tls(connection, tls)
     session = Session(steady, connection, grants)
     # The socket is this module's now: PyMySQL's reader must not take bytes, its finaliser must not send any.
     connection._rfile, connection._sock, connection._closed = None, None, True
@@ -658,7 +714,10 @@ def open_session(
         Answered, Gone, Silent: as `dial`, and for what the set-up says.
     """
     until = now() + seconds
-    session: Session = yield (CALL, lambda: dial(endpoint, seconds, tls, grants), None)
+    try:
+        session: Session = yield (CALL, lambda: dial(endpoint, seconds, tls, grants), until + _OVER)
+    except TimeoutError:
+        raise Silent(f"no connection within {seconds:.3f} s") from None  # a resolver that hangs, by what it looks like
     setup = session.dialect.control_setup if control else session.dialect.session_setup
     yield from set_up(session, setup(ghost_timeout), until)
     return session
@@ -680,7 +739,7 @@ def set_up(session: Session, packet: bytes, until: float) -> Operation[None]:
         raise
 
 
-def single_row(reply: Reply, *, columns: int | None = None) -> tuple[bytes | None, ...]:
+def single_row(reply: Reply) -> tuple[bytes | None, ...]:
     """Return the one row of a reply.
 
     Raises:
@@ -691,3 +750,16 @@ def single_row(reply: Reply, *, columns: int | None = None) -> tuple[bytes | Non
     if not isinstance(reply, Rows) or len(reply.rows) != 1:
         raise Answered(0, "expected exactly one row")
     return reply.rows[0]
+
+
+@contextmanager
+def sensible() -> Iterator[None]:
+    """Read a row inside: another number of columns or another kind of values is an answer that helps nobody.
+
+    Raises:
+        Answered: it is.
+    """
+    try:
+        yield
+    except (ArithmeticError, IndexError, ValueError):
+        raise Answered(0, "the server says nonsense of itself") from None

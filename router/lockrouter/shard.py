@@ -20,7 +20,18 @@ from lockrouter.protocol.effects import CALL, SLEEP, WAIT, Operation, Waiter
 from lockrouter.protocol.packets import PING, Grants
 from lockrouter.reading import started_us
 from lockrouter.routing import PROTOCOL, fingerprint
-from lockrouter.session import Answered, Gone, Session, Silent, State, driver_error, open_session, set_up, single_row
+from lockrouter.session import (
+    Answered,
+    Gone,
+    Session,
+    Silent,
+    State,
+    driver_error,
+    open_session,
+    sensible,
+    set_up,
+    single_row,
+)
 from lockrouter.sql.statements import LEASE_SESSION
 from lockrouter.watcher import Task, Watcher
 
@@ -80,6 +91,9 @@ class Shard:
         self.clock_fell = False
         # The identity of the last primary, and since when it is.
         self._primary, self._moved_at = b"", 0.0
+        # Set when the breaker opens: the background is to call `interrupt_waiters`. The caller who found out might be
+        # interrupted itself, with the mutex of another one's session in its hands.
+        self.interrupting = False
         self.frozen: tuple[bytes, ...] = ()
         self.stats = ShardStats()
         self.breaker = Breaker(config.breaker.failures, config.breaker.probe_after)
@@ -163,7 +177,8 @@ class Shard:
         yield from self._await_primary(until)
         seconds = min(self.config.pool.connect_timeout, until - now())
         session = yield from self._open(self.endpoint, seconds, control=False)
-        yield from self._recognise(session, seconds)
+        yield from self._identify(session, seconds)
+        session.send_rollback()
         return session
 
     def _open_for_transactions(self, until: float) -> Operation[Session]:
@@ -173,7 +188,8 @@ class Shard:
         session = yield from open_lent(
             self.endpoint, seconds, self._tls, self.config.transaction, self._answers, self._ask_about
         )
-        yield from self._recognise(session, seconds)
+        yield from self._identify(session, seconds)
+        session.send_rollback()
         if self.engine is None and self.prepare is not None:
             prepare = self.prepare
             yield from session.rollback(now() + max(seconds, 0.05))
@@ -217,24 +233,16 @@ class Shard:
         yield from set_up(session, LEASE_SESSION, now() + seconds)
         return session
 
-    def _recognise(self, session: Session, seconds: float) -> Operation[None]:
-        """Learn which server a session for rows leads to."""
-        yield from self._identify(session, seconds)
-        # Nothing was locked; the transaction that the reading opened ends with the first ROLLBACK.
-        session.send_rollback()
-
     def _identify(self, session: Session, seconds: float) -> Operation[None]:
+        """Learn which server a session leads to; it is in a transaction afterwards, which has locked nothing."""
         try:
             row = single_row((yield from session.exchange(session.dialect.whoami(), now() + max(seconds, 0.05))))
+            with sensible():
+                connection_id, identity, started, protocol, found, prepares = (field or b"" for field in row)
+                numbers, started_at = (int(connection_id), int(protocol)), started_us(started)
         except BaseException:
             session.die()
             raise
-        connection_id, identity, started, protocol, found = (field or b"" for field in row)
-        try:
-            numbers, started_at = (int(connection_id), int(protocol)), started_us(started)
-        except ValueError:
-            session.die()
-            raise Gone("the server says nonsense of itself", answered=True) from None
         if numbers[0] != session.connection_id:
             session.die()
             raise Answered(0, "a proxy shares server connections between clients; row locks need their own")
@@ -242,6 +250,7 @@ class Shard:
             session.die()
             raise TopologyMismatch("the database was seeded for another topology", shard=self.id)
         session.incarnation = (identity, started_at)
+        session.may_prepare = prepares == b"1" and session.wire.prepares
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -309,11 +318,13 @@ class Shard:
         """The server did not answer."""
         self.cause = driver_error(error)
         # A host that answers may know of another primary, which grants: then the shard is not simply dead.
-        if self.breaker.fault(probe=probe, refusal=self.keeper.hosts.answering()):
+        opened = self.breaker.fault(probe=probe, refusal=self.keeper.hosts.answering())
+        if opened or (probe and self.refusal is not None):
             _log.warning("shard %s: does not answer, breaker open: %s", self.id, error)
             self.rights = None
+            self.refusal = None
             self.waiting_for = f"the shard does not answer: {error}"
-            self.interrupt_waiters()
+            self.interrupting = True
             self._wake()
         if self.keeper.hosts.several and self.keeper.hosts.used is not None:
             self.poke_control()  # another host may be the primary by now

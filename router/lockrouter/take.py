@@ -29,18 +29,20 @@ from lockrouter.owners import record, running
 from lockrouter.protocol.effects import drive
 from lockrouter.routing import encode
 from lockrouter.rowlock import RowLock
-from lockrouter.session import ROWS, Gone, Silent
+from lockrouter.session import ROWS, Gone, Silent, State
 from lockrouter.sql.statements import MAX_STATEMENT_WAIT
 from lockrouter.tokens import END_US, EPOCH_US, base_token
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from lockrouter.config import ResolvedClass
     from lockrouter.core import Core
     from lockrouter.session import Session
 
 __all__ = ["take"]
+
+_LEAST_BOUND = 0.1
+"""Seconds: who waits for less says so in the statement itself, for the session's own bound is on all it does."""
 
 
 def take(
@@ -65,10 +67,117 @@ def take(
         require_row_mode(rule)
     if core.closed or not core.started or core.orphans:
         core.ready()
-    if owner is None and reentrant and not shared:
-        return _take_now(core, key, raw, rule, seconds, confirm, required)
-    ask = Ask(core, raw, rule, Deadline(seconds), wait=seconds > 0, owner=owner, reentrant=reentrant, shared=shared)
-    return _take_slowly(key, ask, confirm, required)
+    at = now()
+    address = core.routing.route(raw)
+    bucket, shard_id, table, slot = address
+    shard = core.shards[shard_id]
+    rights = shard.rights
+    session: Session | None = None
+    ask: Ask | None = None
+    hold: Hold | None = None
+    early: Gone | Silent | Sent | None = None
+    led = False
+    try:
+        if (
+            owner is None
+            and reentrant
+            and not shared
+            and rights is not None
+            and not rule.frozen
+            and not shard.frozen
+            and shard.refusal is None
+            and shard.breaker.closed
+            and seconds <= MAX_STATEMENT_WAIT
+        ):
+            # The address is this call's alone: until there is a hold it stands for the caller at gate and pool.
+            led = core.gates.lead(slot, address)
+            if led:
+                releasing = core.affinity.get(slot)
+                session = shard.pool.take(releasing, ROWS, address, at)
+        if session is not None:
+            executes = session.prepared.get(table) if seconds >= _LEAST_BOUND else None
+            if executes is not None:
+                until = at + seconds + GRACE
+                packet = executes + slot.to_bytes(4, "little")
+                bound = int((seconds - SERVER_MARGIN) * 1000)
+                if bound != session.bound:
+                    packet = session.dialect.bind(bound) + packet
+                    session.unread += 1
+                    session.bound = bound
+            elif seconds:
+                until = at + seconds + GRACE
+                packet = session.dialect.lock(table, slot, seconds - SERVER_MARGIN, core.routing.tag(raw))
+            else:
+                until = at + TRY_FOR + core.config.pool.connect_timeout
+                packet = session.dialect.try_lock(table, slot, core.routing.tag(raw))
+            try:
+                data = session.talk_now(packet, until, at)
+                if executes is not None:
+                    clock = session.grants.clock_executed(data, table, slot, session.unread)
+                else:
+                    clock = session.grants.clock(data, table, slot, session.unread)
+                if (
+                    clock
+                    and rights is not None
+                    and EPOCH_US <= clock < END_US
+                    and rights.lowest(at) <= clock < rights.clock_high
+                    and session.incarnation == rights.incarnation
+                    and shard.rights is rights
+                    and (answered_at := now()) - at < REFRESH_AFTER
+                ):
+                    base = base_token(rights.term, clock)
+                    hold = Hold(slot, raw, running(), None, shard, session, base, at=answered_at)
+                    session.grant(hold, at, answered_at)
+                    if executes is None and session.may_prepare and table not in session.prepared:
+                        _prepare(session, table, answered_at + core.config.pool.connect_timeout)
+                else:
+                    session.keep(data, executes is not None)
+                    early = Sent(session, at, releasing)
+            except (Gone, Silent) as error:
+                early, hold = error, None
+            if hold is not None:
+                if rule.max_hold is not None:
+                    core.limit(hold, rule)
+                if shard.breaker.in_a_row:
+                    shard.breaker.answered()
+                core.gates.settle(slot, hold)
+                record(hold)
+                shard.stats.row.acquired.append((answered_at - at, core.segments[bucket]))
+                return RowLock(core, key, raw, address, confirm, hold, base)
+        ask = Ask(
+            core,
+            raw,
+            rule,
+            Deadline(seconds, started=at),
+            wait=seconds > 0,
+            owner=owner,
+            reentrant=reentrant,
+            shared=shared,
+            address=address,
+        )
+        if led:
+            core.gates.succeed(address, ask)
+            ask.session, ask.early = session, early
+            if session is not None:
+                session.borrower = ask
+        return _take_slowly(key, ask, confirm, required)
+    except BaseException:
+        if hold is not None:
+            hold.count = 0
+        for mine in shard.pool.borrowed(address):
+            mine.die()
+            shard.pool.give_back(mine)
+        if ask is not None:
+            abandon(ask)
+        core.gates.withdraw(slot, address, hold)
+        raise
+
+
+def _prepare(session: Session, table: int, until: float) -> None:
+    """Once for each table and session that holds a row of it; raises Gone or Silent, and the row is lost then."""
+    with session.mutex:
+        drive(session.prepare(table, until))
+        session.state = State.HOLDING
 
 
 def _take_slowly(key: str | bytes, ask: Ask, confirm: bool, required: bool) -> RowLock | None:
@@ -104,88 +213,3 @@ def _take_slowly(key: str | bytes, ask: Ask, confirm: bool, required: bool) -> R
     else:
         stats.row.ended("acquired", deadline.waited(), segment)
     return handle
-
-
-def _take_now(
-    core: Core, key: str | bytes, raw: bytes, rule: ResolvedClass, seconds: float, confirm: bool, required: bool
-) -> RowLock | None:
-    """`_take_slowly` for a caller who is nobody's owner yet, as far as it goes without a wait but for the server's."""
-    at = now()
-    address = core.routing.route(raw)
-    bucket, shard_id, table, slot = address
-    shard = core.shards[shard_id]
-    rights = shard.rights
-    session: Session | None = None
-    ask: Ask | None = None
-    hold: Hold | None = None
-    early: Gone | Silent | Sent | None = None
-    led = False
-    try:
-        if (
-            rights is not None
-            and not rule.frozen
-            and not shard.frozen
-            and shard.refusal is None
-            and shard.breaker.closed
-            and seconds <= MAX_STATEMENT_WAIT
-        ):
-            # The address is this call's alone: until there is a hold it stands for the caller at gate and pool.
-            led = core.gates.lead(slot, address)
-            if led:
-                releasing = core.affinity.get(slot)
-                session = shard.pool.take(releasing, ROWS, address, at)
-        if session is not None:
-            tag = core.routing.tag(raw)
-            if seconds:
-                until = at + seconds + GRACE
-                packet = session.dialect.lock(table, slot, seconds - SERVER_MARGIN, tag)
-            else:
-                until = at + TRY_FOR + core.config.pool.connect_timeout
-                packet = session.dialect.try_lock(table, slot, tag)
-            try:
-                data = session.talk_now(packet, until, at)
-                clock = session.grants.clock(data, table, slot, session.unread)
-                if (
-                    clock
-                    and rights is not None
-                    and EPOCH_US <= clock < END_US
-                    and rights.lowest(at) <= clock < rights.clock_high
-                    and session.incarnation == rights.incarnation
-                    and shard.rights is rights
-                    and (answered_at := now()) - at < REFRESH_AFTER
-                ):
-                    session.accept(at, answered_at)
-                    base = base_token(rights.term, clock)
-                    hold = Hold(slot, raw, running(), None, shard, session, base, at=answered_at)
-                    session.occupy(hold)
-                else:
-                    session.keep(data)
-                    early = Sent(session, at, releasing)
-            except (Gone, Silent) as error:
-                early, hold = error, None
-            if hold is not None:
-                if rule.max_hold is not None:
-                    core.limit(hold, rule)
-                if shard.breaker.in_a_row:
-                    shard.breaker.answered()
-                core.gates.settle(slot, hold)
-                record(hold)
-                shard.stats.row.ended("acquired", answered_at - at, core.segments[bucket])
-                return RowLock(core, key, raw, address, confirm, hold, base)
-        ask = Ask(core, raw, rule, Deadline(seconds, started=at), wait=seconds > 0, address=address)
-        if led:
-            core.gates.succeed(address, ask)
-            ask.session, ask.early = session, early
-            if session is not None:
-                session.borrower = ask
-        return _take_slowly(key, ask, confirm, required)
-    except BaseException:
-        if hold is not None:
-            hold.count = 0
-        for mine in shard.pool.borrowed(address):
-            mine.die()
-            shard.pool.give_back(mine)
-        if ask is not None:
-            abandon(ask)
-        core.gates.withdraw(slot, address, hold)
-        raise

@@ -7,10 +7,14 @@ The steps of a `Transaction`:
 3. Leaving the block proves that the transaction is still the one that holds the rows, then commits, and waits for the
    reply. Anything else is rolled back.
 4. The session goes back if nothing but rows can have changed in it; the gates open.
+
+Whatever an interrupt cuts short, the session is closed, so that the server rolls back, and `Claim.forsake` opens the
+gates: on the way out, or, where that was what it hit, in the background, when the context manager is collected.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -29,6 +33,7 @@ from lockrouter.errors import (
     LossReason,
     OutcomeUnknown,
 )
+from lockrouter.gate import Told
 from lockrouter.guarded import GuardedConnection
 from lockrouter.lent import LentSession
 from lockrouter.lockset import name_keys, strictest
@@ -49,11 +54,39 @@ _NOT_COMMITTED = frozenset({1213, 1290, 1792, 1836, 3100, 3101})
 
 
 class Transaction:
-    """A context manager, for one use; also the guard of the session it lends to its block."""
+    """The context manager, for one use. Collected inside its block, it is rolled back, with a `ResourceWarning`."""
 
     def __init__(self, core: Core, keys: Keys, timeout: float | None) -> None:
         self._core = core
-        self._generation = core.generation
+        self._entered = False
+        self.block = Block(core, keys, timeout)
+
+    def __enter__(self) -> Connection:
+        if self._entered:
+            raise RuntimeError("a transaction is entered once")
+        self._entered = True
+        return self.block.enter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.block.leave(error)
+
+    def __del__(self) -> None:
+        # Nothing of the block refers to its context manager, so nobody can leave it any more.
+        block = getattr(self, "block", None)
+        if block is not None and block.claim.open and block.generation is self._core.generation:
+            self._core.forsaken.append(block.claim.forsake)
+            what = "a transaction was dropped without leaving its block"
+            warnings.warn(what, ResourceWarning, stacklevel=2, source=self)
+
+
+class Block:
+    """The transaction itself; also the guard of the session it lends to its block."""
+
+    def __init__(self, core: Core, keys: Keys, timeout: float | None) -> None:
+        self._core = core
+        self.generation = core.generation
         self._named = {encode(keys): keys} if isinstance(keys, str | bytes) else name_keys(keys)
         if not self._named:
             raise ValueError("a transaction needs at least one key")
@@ -65,17 +98,17 @@ class Transaction:
         self.shard: Shard = core.shards[shards.pop()]
         # An outage never degrades a transaction: there is no database to run it on.
         self.claim = Claim(core, self.shard, self._named, structs.replace(rule, on_outage="refuse"))
-        self._entered = False
         self._connection: Connection | None = None
+        # True once the transaction has ended as it should, and every reply was read.
+        self._ended_well = False
         self._cause: BaseException | None = None
         self._reason: LossReason | None = None
+        self._told: tuple[Told, ...] = ()
 
     # -- entering -----------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Connection:
-        if self._entered:
-            raise RuntimeError("a transaction is entered once")
-        self._entered = True
+    def enter(self) -> Connection:
+        """Take the rows, and lend their session."""
         deadline, shard = Deadline(self._timeout), self.shard
         self._core.ready()
         if shard.prepare is None:
@@ -84,8 +117,7 @@ class Transaction:
         try:
             self._connection = self._lend()
         except BaseException:
-            self._session.die()
-            self._free()
+            self.claim.forsake()
             raise
         return self._connection
 
@@ -109,7 +141,7 @@ class Transaction:
 
     def reason(self) -> LossReason | None:
         """Why the lock is lost, or None; no I/O."""
-        if self._generation is not self._core.generation:
+        if self.generation is not self._core.generation:
             return LossReason.FORKED
         if self._reason is None:
             self._reason = self.claim.loss()
@@ -123,7 +155,7 @@ class Transaction:
     @property
     def lost_already(self) -> bool:
         """As `lost`, but without looking at the clock."""
-        return self._generation is not self._core.generation or any(hold.lost for hold in self.claim.holds)
+        return self.generation is not self._core.generation or any(hold.lost for hold in self.claim.holds)
 
     def refuse(self) -> None:
         """Raise LockLost if the lock is lost: nothing may be sent any more."""
@@ -135,7 +167,7 @@ class Transaction:
         """The server's transaction has ended, and the lock with it."""
         if self._cause is None:
             self._cause = cause
-        if self._generation is self._core.generation:
+        if self.generation is self._core.generation:
             self.claim.lose(LossReason.TRANSACTION_ENDED)
 
     def _lost_error(self, reason: LossReason) -> LockLost:
@@ -160,16 +192,18 @@ class Transaction:
 
     def on_lost(self, callback: Callable[[LossReason], object]) -> None:
         """As `TransactionLock.on_lost`."""
-        reason = self.reason() or self._core.gates.subscribe(self.claim.first, callback)
+        told = Told(callback)
+        reason = self.reason() or self._core.gates.subscribe(self.claim.first, told)
         if reason is not None:
             callback(reason)
+        else:
+            self._told += (told,)
 
     # -- leaving ------------------------------------------------------------------------------------------------
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._generation is not self._core.generation:
+    def leave(self, error: BaseException | None) -> None:
+        """Commit, or roll back because of the body's error; whatever happens, everything is given back."""
+        if self.generation is not self._core.generation:
             return  # a child process: the transaction is its parent's
         try:
             if error is None:
@@ -177,7 +211,10 @@ class Transaction:
             else:
                 self._roll_back(error)
         finally:
-            self._free()
+            try:
+                self._free()
+            finally:
+                self.claim.forsake()  # nothing is left to do for it, unless an interrupt came
 
     def _commit(self) -> None:
         raw = self._raw
@@ -190,12 +227,16 @@ class Transaction:
             self._send_commit()
         except err.MySQLError as failed:
             self.ended(failed)
-            raw.undo()
+            self._undo()
             raise self._lost_error(self.reason() or LossReason.TRANSACTION_ENDED) from failed
         except BaseException:
-            if raw.open:
-                raw.undo()
+            self._undo()
             raise
+        self._ended_well = True
+
+    def _undo(self) -> None:
+        self._raw.undo()
+        self._ended_well = True
 
     def _send_commit(self) -> None:
         raw, connection = self._raw, self._connection
@@ -235,7 +276,7 @@ class Transaction:
                 raw.prove()
         except err.MySQLError as failed:
             self.ended(failed)  # the connection is gone, and the transaction with it
-        raw.undo()
+        self._undo()
         reason = self.reason()
         if reason is None or isinstance(error, LockLost):
             return
@@ -261,7 +302,7 @@ class Transaction:
         session, raw = self._session, self._raw
         with session.mutex:
             clean = raw.open and not raw.tainted and not lost and not raw.server_status & IN_TRANSACTION
-            if clean and session.state is State.HOLDING:
+            if clean and self._ended_well and session.state is State.HOLDING:
                 session.state = State.IDLE
                 session.end = LossReason.CLOSED
         if session.state is not State.IDLE:

@@ -1,7 +1,8 @@
 """The one background thread of a router: it runs many operations side by side, and nobody's callbacks.
 
 An operation here is an endless generator (see `protocol.effects`). Sockets are multiplexed, sleeping is a heap of
-timers, and connecting, which blocks, is done by a short-lived thread each, so that a dead shard delays no other.
+timers, and connecting, which blocks, is done by a short-lived thread each, so that a dead shard delays no other. What
+hangs for ever (a resolver) is given up in time, and then takes one thread of its task, not one for each try.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _POKE = -1
 class Task:
     """One endless operation; `make` makes it anew after a failure nobody foresaw."""
 
-    __slots__ = ("effect", "make", "name", "operation", "poked", "turn", "watched")
+    __slots__ = ("calling", "effect", "make", "name", "operation", "poked", "turn", "watched")
 
     def __init__(self, name: str, make: Callable[[], Operation[None]]) -> None:
         self.name = name
@@ -40,6 +41,8 @@ class Task:
         # Raised each time the task goes on: timers and wake-ups of an earlier wait are then stale.
         self.turn = 0
         self.poked = False
+        # True while a thread carries out a CALL, of this turn or of one that was given up.
+        self.calling = False
         self.watched: int | None = None
 
 
@@ -125,10 +128,12 @@ class Watcher:
                     self._advance(task, None, None)
             elif turn is None or turn == task.turn:
                 self._advance(task, value, error)
+            elif value is not None:
+                value.die()  # a connection that was opened too late to be used
         while self._timers and self._timers[0][0] <= now():
             _, _, task, turn = heapq.heappop(self._timers)
             if turn == task.turn and task.effect is not None:
-                error = TimeoutError("no reply") if task.effect[0] == RECEIVE else None
+                error = TimeoutError("no reply") if task.effect[0] in (RECEIVE, CALL) else None
                 self._advance(task, None, error)
         if self._mail or self._closing:
             return
@@ -204,7 +209,10 @@ class Watcher:
                 return True, None
             self._at(subject, task)
         elif kind == CALL:
-            self._call(task, subject)
+            if detail is not None:
+                self._at(detail, task)
+            if not task.calling:
+                self._call(task, subject)
         else:
             raise AssertionError(f"a background task may not wait for effect {kind}")
         task.effect = effect
@@ -215,12 +223,16 @@ class Watcher:
 
     def _call(self, task: Task, function: Callable[[], Any]) -> None:
         turn = task.turn
+        task.calling = True
 
         def run() -> None:
+            value, failure = None, None
             try:
-                self._post(task, function(), None, turn)
+                value = function()
             except Exception as error:  # noqa: BLE001 - delivered to the task that asked, which decides
-                self._post(task, None, error, turn)
+                failure = error
+            task.calling = False
+            self._post(task, value, failure, turn)
 
         thread = threading.Thread(target=run, name=f"{task.name}-connect", daemon=True)
         self._callers = [*(t for t in self._callers if t.is_alive()), thread]

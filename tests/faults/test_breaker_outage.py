@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +21,11 @@ from lockrouter import (
     WouldDeadlock,
 )
 from lockrouter.config import KeyClass
+from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
 from tests.support.observe import Routers, eventually, in_thread, keys_on, sharing_row, soon_enough
 from tests.support.proxy import Cut, Proxy
+from tests.support.servers import provision
 
 pytestmark = pytest.mark.server
 
@@ -271,6 +274,148 @@ def test_a_cycle_of_degraded_locks_is_refused(router: LockRouter, proxy: Proxy, 
         with pytest.raises(WouldDeadlock):
             router.lock(second, timeout=20.0)
     thread.result()
+
+
+def test_who_waits_at_the_gate_of_the_process_is_judged_anew(
+    make: Callable[..., LockRouter], router: LockRouter, proxy: Proxy, routers: Routers
+) -> None:
+    """The shard is back when another router's degraded lock ends: what follows is the row, or an error, as for all."""
+    other, outside = make(), routers.make()
+    real(other, local_key(router))
+    take_down(proxy, router, other)
+    key, second = keys_on(router, SHARD, 2, prefix="local")
+    held, more = router.lock(key, timeout=5.0), router.lock(second, timeout=5.0)
+    waiter = in_thread(lambda: other.lock(key, timeout=30.0))
+    late = in_thread(lambda: other.lock(second, timeout=30.0))
+    eventually(lambda: routers.waiting(other, SHARD) == 2)
+    bring_up(proxy, router, other)
+    with outside.lock(second, timeout=5.0):
+        held.release()
+        with waiter.result() as got:
+            assert not got.degraded
+            assert got.token
+            assert outside.try_lock(key) is None
+        more.release()
+        routers.observers[SHARD].await_waiters()
+    late.result().release(confirm=True)
+
+
+def test_a_closed_router_leaves_the_gate_of_the_process(
+    make: Callable[..., LockRouter], router: LockRouter, proxy: Proxy
+) -> None:
+    """Its locks are lost, those that nobody will ever release, too."""
+    leaving = make(router={"close_timeout": 0.05})
+    real(leaving, local_key(router))
+    take_down(proxy, router, leaving)
+    key = local_key(router)
+    held = leaving.lock(key, timeout=5.0)
+    assert elsewhere(lambda: router.try_lock(key)) is None
+    leaving.close()
+    assert held.lost
+    with router.lock(key, timeout=0) as after:
+        assert after.degraded
+        with pytest.raises(LockLost) as caught:
+            held.release()
+        assert caught.value.reason is LossReason.ROUTER_CLOSED
+        assert elsewhere(lambda: router.try_lock(key)) is None, "the late release freed what was another's"
+
+
+def test_a_change_is_logged_once_and_no_lock_is(
+    router: LockRouter, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="lockrouter")
+    for _ in range(2):
+        caplog.clear()
+        take_down(proxy, router)
+        for _ in range(20):
+            router.lock(local_key(router), timeout=5.0).release()
+            with pytest.raises(ShardUnavailable):
+                router.lock(strict_key(router), timeout=5.0)
+        began = router._core.shards[NAME].breaker.openings
+        time.sleep(0.5)  # one or two probes fail meanwhile
+        assert router._core.shards[NAME].breaker.openings == began
+        bring_up(proxy, router)
+        said = [record.getMessage() for record in caplog.records if NAME in record.getMessage()]
+        assert len([text for text in said if "does not answer" in text]) == 1, said
+        assert len([text for text in said if "answers again" in text]) == 1, said
+        assert len(said) <= 4, said
+
+
+LIMITS = {
+    "MAX_USER_CONNECTIONS": ("WITH MAX_USER_CONNECTIONS 1", "WITH MAX_USER_CONNECTIONS 0", "1226"),
+    "MAX_QUERIES_PER_HOUR": ("WITH MAX_QUERIES_PER_HOUR 1", "WITH MAX_QUERIES_PER_HOUR 0", "1226"),
+    "ACCOUNT LOCK": ("ACCOUNT LOCK", "ACCOUNT UNLOCK", "locked"),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_server_that_refuses_this_user_is_no_dead_one(routers: Routers, limit: str) -> None:
+    """It may be granting to every other user: nothing degrades. MariaDB's number for a locked account is 4151."""
+    server, on, off, word = routers.observers[SHARD], *LIMITS[limit]
+    before = routers.make()
+    real(before, local_key(before))
+    before.close()
+
+    def alter(change: str) -> None:
+        for host in ("127.0.0.1", "localhost"):
+            server.ask(f"ALTER USER lockrouter@{host} {change}")
+        server.ask("FLUSH USER_RESOURCES")
+
+    alter(on)
+    try:
+        router = routers.make(breaker={"failures": 1})
+        for _ in range(4):
+            with pytest.raises(ShardUnavailable) as caught:
+                router.lock(local_key(router), timeout=0.3)
+            with pytest.raises(ShardUnavailable):
+                router.try_lock(local_key(router))
+        assert word in f"{caught.value} {caught.value.__cause__!r} {router.health()[NAME]['why']}"
+        assert router.health()[NAME]["breaker"] == "closed"
+    finally:
+        alter(off)
+    eventually(lambda: router.health()[NAME]["state"] == "ok")
+    real(router, local_key(router))
+
+
+@pytest.mark.slow
+def test_a_server_whose_tables_are_read_only_is_no_dead_one(vendor: Vendor, tmp_path: Path) -> None:
+    """Started with `innodb_read_only`: it reads, and no write of anybody's will ever be committed."""
+    with Cluster.up(tmp_path / "frozen", 1, vendor) as cluster:
+        provision(cluster)
+        kept = Routers(cluster)
+        first = kept.make()
+        real(first, "any")
+        first.close()
+        cluster.stop(0)
+        cluster.start(0, {"innodb-read-only": True})
+        router = kept.make(breaker={"failures": 1})
+        for _ in range(6):
+            with pytest.raises(ShardUnavailable):
+                router.lock("any", timeout=1.0)
+            with pytest.raises(ShardUnavailable):
+                router.try_lock("any")
+            assert router.health()["shard-0"]["breaker"] == "closed"
+        kept.finish()
+
+
+@pytest.mark.parametrize("how", ["interrupted", "failed"])
+def test_a_probe_that_ends_otherwise_gives_its_place_back(
+    router: LockRouter, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    keeper = router._core.shards[NAME].keeper
+    take_down(proxy, router)
+    inner, ended = keeper._read, threading.Event()
+
+    def cut_short() -> Any:
+        if not ended.is_set() and router._core.shards[NAME].breaker.state == 1:
+            ended.set()
+            raise KeyError("nobody foresaw this") if how == "failed" else TimeoutError("nor this")
+        return (yield from inner())
+
+    monkeypatch.setattr(keeper, "_read", cut_short)
+    assert ended.wait(10.0)
+    bring_up(proxy, router)
+    real(router, local_key(router))
 
 
 # -- flips ------------------------------------------------------------------------------------------------------------

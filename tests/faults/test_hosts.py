@@ -86,7 +86,7 @@ def test_the_writable_one_of_several_hosts_is_used(pair: Replicas, hosts: list[i
     router = pair.router(hosts=hosts)
     with router.lock("key", timeout=5):
         rows = pair.members[0].sql("SELECT COUNT(*) FROM information_schema.INNODB_TRX")
-        assert rows == [(1,)]
+        assert [tuple(row) for row in rows] == [(1,)]
     router.lease("key", ttl=5, timeout=5).release()
     with router.transaction("key", timeout=5) as connection:
         server = connection.exec_driver_sql("SELECT @@server_id").scalar()

@@ -17,6 +17,7 @@ import pymysql
 import pytest
 
 from lockrouter import ConfigError, LockLost, LockRouter, LockTimeout, LossReason, ShardUnavailable
+from lockrouter.admin.verify import verify
 from lockrouter.testing.binaries import Vendor, cache_directory
 from lockrouter.testing.cluster import Cluster
 from tests.support.certificates import make_certificates
@@ -144,6 +145,33 @@ def test_tls_is_verified_and_never_given_up(secure: Routers, tmp_path: Path) -> 
             with pytest.raises(ShardUnavailable):
                 router.lock(keys_on(router, 0)[0], timeout=2.0)
         eventually(lambda: router.health()["shard-0"]["state"] == "refused")  # noqa: B023 - called now
+
+
+def test_a_certificate_for_another_host_is_refused(
+    secure: Routers, vendor: Vendor, certificates: dict[str, Path], tmp_path: Path, driver: bool
+) -> None:
+    """It is of an authority that is trusted, and of a server elsewhere."""
+    server = secure.observers[0]
+    reload = "ALTER INSTANCE RELOAD TLS" if vendor is Vendor.MYSQL else "FLUSH SSL"
+    elsewhere = make_certificates(tmp_path, "192.0.2.1", "db.example.com")
+    ours = {name: path.read_bytes() for name, path in certificates.items()}
+    trusted = str(elsewhere["ca"])
+    for name, path in certificates.items():
+        path.write_bytes(elsewhere[name].read_bytes())
+    try:
+        server.ask(reload)
+        router = secure.make(tls_ca=trusted, breaker={"failures": 1})
+        for _ in range(3):
+            with pytest.raises(ShardUnavailable, match="certificate"):
+                router.lock(keys_on(router, 0)[0], timeout=2.0)
+        eventually(lambda: router.health()["shard-0"]["state"] == "refused")
+        found = verify(secure.configure(tls_ca=trusted))
+        assert found and "certificate" in found[0].text
+    finally:
+        for name, data in ours.items():
+            certificates[name].write_bytes(data)
+        server.ask(reload)
+    secure.make(tls_ca=str(certificates["ca"])).lock("any", timeout=5.0).release()
 
 
 @pytest.mark.slow

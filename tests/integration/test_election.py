@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
@@ -121,6 +122,22 @@ def test_waiting_ends_with_leaving(routers: Routers, router: LockRouter, name: s
         with routers.make().election(name, ttl=5.0) as second:
             waiting = in_thread(second.wait)
         assert waiting.result() is False
+
+
+def test_a_dropped_election_leaves_with_a_warning(router: LockRouter, other: LockRouter, name: str) -> None:
+    def stand() -> None:
+        dropped = router.election(name, ttl=600).__enter__()
+        dropped.on_elected(lambda token: print(dropped, token))
+        assert dropped.wait(5.0)
+
+    with pytest.warns(ResourceWarning, match="dropped without leaving"):
+        stand()
+        for thread in threading.enumerate():
+            if thread.name == "lockrouter-election-told":
+                thread.join(5.0)
+        gc.collect()
+    with other.election(name, ttl=5) as candidate:
+        assert candidate.wait(5.0)
 
 
 def test_wrong_use(router: LockRouter, name: str) -> None:

@@ -553,6 +553,21 @@ def test_a_dropped_handle_is_given_up_with_a_warning(routers: Routers, router: L
     settled(routers, router)
 
 
+def test_a_callback_that_refers_to_its_lease_keeps_nothing_alive(
+    routers: Routers, router: LockRouter, key: str
+) -> None:
+    def take() -> None:
+        lease = router.lease(key, ttl=600)
+        lease.on_lost(lambda reason: print(lease.key, reason))
+
+    with pytest.warns(ResourceWarning, match="dropped without release"):
+        take()
+        gc.collect()
+    with router.lease(key, ttl=2, timeout=5):
+        pass
+    settled(routers, router)
+
+
 def test_closing_waits_for_holders_then_tells_and_frees(routers: Routers, server: Observer, key: str) -> None:
     router = routers.make(router={"close_timeout": 0.3})
     told: list[LossReason] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import json
 import math
 import os
@@ -312,6 +313,20 @@ def test_a_callback_that_fails_or_hangs_hurts_nobody(
     with pytest.raises(LockLost):
         held.release()
     gate.set()
+
+
+def test_a_callback_that_refers_to_its_handle_keeps_no_row_locked(router: LockRouter, other: LockRouter) -> None:
+    key = keys_on(router, 0)[0]
+
+    def take() -> None:
+        held = router.lock(key, timeout=5.0)
+        held.on_lost(lambda reason: print(held.key, reason))
+
+    with pytest.warns(ResourceWarning, match="dropped without release"):
+        take()
+        gc.collect()
+    for caller in (router, other):
+        caller.lock(key, timeout=5.0).release()
 
 
 def test_a_lock_nobody_lost_is_never_told(router: LockRouter) -> None:

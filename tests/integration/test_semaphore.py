@@ -9,8 +9,10 @@ import time
 
 import pytest
 
-from lockrouter import InvalidKey, LockLost, LockRouter, LockTimeout, NotHeld, Permit, ShardUnavailable
+from lockrouter import InvalidKey, LockLost, LockRouter, LockTimeout, NotHeld, Permit, ShardError, ShardUnavailable
+from lockrouter.recipes import line
 from lockrouter.recipes.line import PLACE_TTL
+from lockrouter.recipes.own import holders
 from tests.support.observe import Routers, eventually, in_thread, keys_on
 from tests.support.proxy import Proxy
 
@@ -162,6 +164,61 @@ def test_a_permit_that_is_dropped_comes_back_with_a_warning(router: LockRouter, 
         gc.collect()
     with semaphore.acquire(timeout=5.0):
         pass
+
+
+def test_a_black_holed_shard_costs_no_more_than_the_timeout(routers: Routers, name: str) -> None:
+    with Proxy(routers.cluster.port(0)) as proxy:
+        router = routers.make(ports={0: proxy.port}, pool={"connect_timeout": 3.0}, breaker={"failures": 10_000})
+        router.semaphore(name, permits=1).acquire(timeout=5.0).release()
+        waiting, holder = router.semaphore(name, permits=1), routers.make().semaphore(name, permits=1)
+
+        took = []
+        for silent_after in (0.0, 0.02, 0.1):
+            with holder.acquire(timeout=5.0):
+                timer = threading.Timer(silent_after, proxy.stop)
+                timer.start()
+                began = time.monotonic()
+                with pytest.raises((LockTimeout, ShardError)):
+                    waiting.acquire(timeout=0.5)
+                took.append(time.monotonic() - began)
+                timer.join()
+                proxy.accept()
+            eventually(lambda: router.health()["shard-0"]["state"] == "ok")
+        assert max(took) < 2.0, "not a connect_timeout more"
+        assert min(took) < 0.6, took
+        router.close()
+
+
+@pytest.fixture
+def never_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of itself, in the time of a test."""
+    monkeypatch.setattr(line, "_POLL", 60.0)
+    monkeypatch.setattr(line, "_SLOWEST_POLL", 60.0)
+
+
+@pytest.mark.usefixtures("never_looks_again")
+def test_a_permit_that_comes_back_in_this_process_wakes_the_next_at_once(router: LockRouter, name: str) -> None:
+    semaphore = router.semaphore(name, permits=1)
+    held = semaphore.acquire(timeout=2.0)
+    waiting = in_thread(lambda: semaphore.acquire(timeout=30.0))
+    eventually(lambda: semaphore._line._queue)
+    places = functools.partial(holders, semaphore._line.base, semaphore._line._places)
+    eventually(places)  # it has looked, and waits
+    held.release()
+    waiting.result(5.0).release()
+
+
+@pytest.mark.usefixtures("never_looks_again")
+def test_a_waiter_looks_again_when_a_permit_expires(routers: Routers, name: str) -> None:
+    with Proxy(routers.cluster.port(0)) as proxy:
+        dead = routers.make(ports={0: proxy.port})
+        permit = dead.semaphore(name, permits=1, ttl=1.0).acquire(timeout=2.0)
+        proxy.stop()
+        began = time.monotonic()
+        routers.make().semaphore(name, permits=1).acquire(timeout=30.0).release()
+        assert time.monotonic() - began < 5.0
+        assert permit.lost
+        dead.close()
 
 
 def test_wrong_arguments(router: LockRouter, name: str) -> None:

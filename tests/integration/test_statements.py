@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
 
@@ -12,13 +13,16 @@ from dbutils.steady_db import SteadyDBConnection
 from lockrouter import LockLost, LockRouter, LockTimeout, NotSeeded, ShardUnavailable, session
 from lockrouter.deadline import now
 from lockrouter.protocol.effects import drive
-from lockrouter.protocol.packets import Rows, query
+from lockrouter.protocol.packets import PING, Rows, execution, query
+from lockrouter.protocol.wire import Wire
+from lockrouter.session import Session
+from lockrouter.sql.leases import Wanted, take
 from lockrouter.sql.statements import MARIADB, MYSQL
 from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
 from lockrouter.testing.shardfiles import APPLICATION
 from tests.support.observe import Observer, Routers, eventually, keys_on
-from tests.support.proxy import Proxy
+from tests.support.proxy import EXECUTES, Proxy
 
 pytestmark = pytest.mark.server
 
@@ -37,6 +41,29 @@ def key(router: LockRouter) -> str:
 def sent(proxy: Proxy, what: bytes) -> int:
     """How often clients have sent that."""
     return sum(link.said.count(what) for link in tuple(proxy._links))
+
+
+def locking(proxy: Proxy) -> int:
+    """How often clients have asked for a row, by a prepared statement or by a text, which carries the key's hash."""
+    return sent(proxy, EXECUTES) + sent(proxy, b" /* ")
+
+
+def test_a_lease_that_is_asked_for_again_stays_as_it_was_taken(
+    router: LockRouter, server: Observer, vendor: Vendor, key: str
+) -> None:
+    """As after a lost reply: the same owner id, token and time of acquisition; it can only be prolonged."""
+    address = router.route(key)
+    digest, owner, table = secrets.token_bytes(16), secrets.token_bytes(16), f"lease_{address.table:02d}"
+    wanted = Wanted(address.bucket, digest, 1, key.encode(), owner, 0, 30_000_000, b"")
+    packet = take(MYSQL if vendor is Vendor.MYSQL else MARIADB, address.table, [wanted], 500_000)
+    rows = []
+    for _ in range(2):
+        server.ask(packet[5:].decode("ascii"))
+        rows += server.ask(f"SELECT owner, token, acquired, expires FROM {table} WHERE k = %s", digest)
+    server.ask(f"DELETE FROM {table} WHERE k = %s", digest)
+    (*first, expires), (*second, later) = rows
+    assert first[0] == owner and first == second
+    assert later > expires
 
 
 # -- what is locked ---------------------------------------------------------------------------------------------------
@@ -78,8 +105,9 @@ def test_the_row_is_found_by_its_primary_key_alone(
         dialect.lock(address.table, address.slot, 1.0, b"x" * 16),
         dialect.try_lock(address.table, address.slot, b"x" * 16),
     ]
-    for packet in packets:
-        statement = packet[5:].decode()
+    texts = [packet[5:].decode() for packet in packets]
+    texts.append(dialect.prepared_lock(address.table).decode().replace("?", str(address.slot)))
+    for statement in texts:
         statement = statement[statement.index("SELECT") :]
         explain = "EXPLAIN FORMAT=TRADITIONAL" if vendor is Vendor.MYSQL else "EXPLAIN"
         plan = server.ask(f"{explain} {statement}")[0]
@@ -112,16 +140,37 @@ def test_a_wait_sends_its_statement_once_and_takes_what_it_says(routers: Routers
     key = keys_on(far, 0, prefix="statement")[0]
     far.lock(key, timeout=5.0).release(confirm=True)
     with holder.lock(key, timeout=5.0):
-        before = sent(proxy, b"FOR UPDATE")
+        before = locking(proxy)
         began = time.monotonic()
         with pytest.raises(LockTimeout):
             far.lock(key, timeout=1.0)
         assert 0.95 < time.monotonic() - began < 1.5
-        waited = sent(proxy, b"FOR UPDATE") - before
+        waited = locking(proxy) - before
         assert waited in (1, 2), "the second for what is left when the server's bound came some milliseconds early"
         assert far.try_lock(key) is None
-        assert sent(proxy, b"FOR UPDATE") - before == waited + 1
+        assert locking(proxy) - before == waited + 1
     assert sent(proxy, b"\x03BEGIN") == sent(proxy, b"\x03COMMIT") == 0
+
+
+def test_a_check_and_a_confirmed_release_are_one_round_trip_each(
+    router: LockRouter, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = router.lock(key, timeout=5.0)
+    session = held._held.session
+    assert session is not None
+    trains: list[bytes] = []
+    send = Wire.send
+
+    def noted(wire: Wire, data: bytes) -> None:
+        if wire is session.wire and data != PING:
+            trains.append(data)
+        send(wire, data)
+
+    monkeypatch.setattr(Wire, "send", noted)
+    held.check()
+    assert len(trains) == 1
+    held.release(confirm=True)
+    assert len(trains) == 2 and b"ROLLBACK" in trains[1]
 
 
 def test_the_driver_and_its_pool_repair_nothing_by_themselves(router: LockRouter, key: str, server: Observer) -> None:
@@ -207,3 +256,85 @@ def test_a_session_goes_back_without_a_transaction(routers: Routers, server: Obs
                 router.lock(key, timeout=0.05)
     eventually(lambda: not server.ask("SELECT 1 FROM information_schema.INNODB_TRX WHERE trx_rows_locked > 0"))
     assert router.health()["shard-0"]["pool"]["busy"] == 0
+
+
+# -- prepared statements ----------------------------------------------------------------------------------------------
+
+
+def sessions(router: LockRouter) -> list[Session]:
+    return [one for shard in router._core.shards.values() for one in tuple(shard.pool.sessions)]
+
+
+def test_a_lock_executes_what_its_session_has_prepared(routers: Routers, proxy: Proxy) -> None:
+    router = routers.make(ports={0: proxy.port})
+    keys = keys_on(router, 0, 20, prefix="prepared")
+    for key in keys * 3:  # texts, until the replies of each table are known; the first that is prepares
+        router.lock(key, timeout=5.0).release()
+    tables = {router.route(key).table for key in keys}
+    assert sent(proxy, b"\x16SELECT") == len(tables)
+    texts, executed = sent(proxy, b" /* "), sent(proxy, EXECUTES)
+    for key in keys:
+        router.lock(key, timeout=5.0).release()
+    assert sent(proxy, b" /* ") == texts
+    assert sent(proxy, EXECUTES) == executed + len(keys)
+
+
+def test_each_call_is_bounded_by_its_own_timeout(routers: Routers) -> None:
+    """One session, many bounds: that of the last call must never be the next one's."""
+    holder, router = routers.make(), routers.make(pool={"size": 1, "min_idle": 1})
+    busy, free = keys_on(router, 0, 2, prefix="bound")
+    with holder.lock(busy, timeout=5.0):
+        for seconds in (0.5, 0.15, 0.09, 0.8, 0.15):
+            with router.lock(free, timeout=3.0):
+                pass
+            began = time.monotonic()
+            with pytest.raises(LockTimeout):
+                router.lock(busy, timeout=seconds)
+            assert seconds - 0.01 < time.monotonic() - began < seconds + 0.1
+    (session,) = sessions(router)
+    assert session.prepared, "nothing of it made the session forget its statements"
+
+
+def test_a_server_short_of_prepared_statements_is_sent_text(
+    routers: Routers, server: Observer, request: pytest.FixtureRequest
+) -> None:
+    most = server.ask("SELECT @@global.max_prepared_stmt_count")[0][0]
+    request.addfinalizer(lambda: server.ask(f"SET GLOBAL max_prepared_stmt_count = {most}"))
+    taken = server.ask("SHOW GLOBAL STATUS LIKE 'Prepared_stmt_count'")[0][1]
+    server.ask(f"SET GLOBAL max_prepared_stmt_count = {int(taken)}")
+    router = routers.make()
+    key = keys_on(router, 0, prefix="prepared")[0]
+    first = router.lock(key, timeout=5.0)
+    first.release()
+    with router.lock(key, timeout=5.0) as held:
+        held.check()
+        assert held.token > first.token
+    assert sessions(router)
+    assert not any(session.prepared for session in sessions(router))
+
+
+def test_a_server_that_has_forgotten_a_statement_is_sent_the_text(router: LockRouter, key: str) -> None:
+    for _ in range(3):
+        with router.lock(key, timeout=5.0) as held:
+            session = held._held.session
+    assert session is not None and session.prepared
+    session.prepared = {table: execution(4_000_000 + table) for table in session.prepared}
+    with router.lock(key, timeout=5.0) as held:
+        held.check()
+        assert held._held.session is session
+    assert not session.prepared
+
+
+def test_a_table_that_is_altered_under_a_prepared_statement(router: LockRouter, server: Observer, key: str) -> None:
+    address = router.route(key)
+    table = f"lock_{address.table:02d}"
+    for change in ("COMMENT = 'changed'", "ADD COLUMN extra TINYINT NOT NULL DEFAULT 0", "DROP COLUMN extra"):
+        for _ in range(3):
+            with router.lock(key, timeout=5.0) as held:
+                session = held._held.session
+        assert session is not None and session.prepared
+        server.ask(f"ALTER TABLE {table} {change}")
+        with router.lock(key, timeout=5.0) as held:
+            held.check()
+            assert held._held.session is session
+    server.ask(f"ALTER TABLE {table} COMMENT = ''")

@@ -77,7 +77,9 @@ def test_a_ticker_goes_on_while_a_thousand_greenlets_wait(cluster: Cluster, rout
 TIMEOUTS = """
 from gevent import monkey; monkey.patch_all()
 import random, sys, gevent, lockrouter
+from lockrouter.leases import keeper
 file, seed, *keys = sys.argv[1:]
+keeper._SWEEP_EVERY = 0.05
 dice = random.Random(int(seed))
 router, other = lockrouter.LockRouter.from_file(file), lockrouter.LockRouter.from_file(file)
 router.warm(); other.warm()
@@ -89,6 +91,15 @@ def shared():
     with router.lock(keys[1], timeout=5.0, shared=True): gevent.sleep(0.0005)
 def in_transaction():
     with router.transaction(keys[2], timeout=5.0) as connection: connection.exec_driver_sql("SELECT 1")
+def leased():
+    with router.lease(keys[0], ttl=600, timeout=5.0): gevent.sleep(0.0005)
+def permitted():
+    with router.semaphore(keys[0], 1, ttl=600).acquire(timeout=5.0): gevent.sleep(0.0005)
+def guarded():
+    router.guard(keys[0], ttl=600)(lambda: gevent.sleep(0.0005))()
+def done():
+    router.once(f"{keys[0]}:{dice.random()}", lambda: gevent.sleep(0.0005), keep=1)
+calls = (lock, several, shared, in_transaction, leased, permitted, guarded, done)
 cut = 0
 def interrupted(call):
     global cut
@@ -101,14 +112,17 @@ def killed(call):
     gevent.sleep(dice.uniform(0.0, 0.006))
     greenlet.kill(block=True)
 for turn in range(160):
-    call = (lock, several, shared, in_transaction)[turn % 4]
+    call = calls[turn % len(calls)]
     gevent.joinall([gevent.spawn(interrupted, call), gevent.spawn(killed, call)])
 def idle(caller):
     return all(state["pool"]["busy"] == 0 for state in caller.health().values())
 with gevent.Timeout(20.0):
-    while not idle(router) or router._core.gates.holds(): gevent.sleep(0.01)
+    while not idle(router) or router._core.gates.holds() or router._core.leases.busy: gevent.sleep(0.01)
     for caller in (other, router):
         with caller.lock_all(keys, timeout=10.0, confirm=True): pass
+        with caller.lease(keys[0], ttl=2, timeout=10.0), caller.semaphore(keys[0], 1).acquire(timeout=10.0): pass
+        while caller.guard(keys[0], ttl=2)(lambda: True)() is not True: gevent.sleep(0.01)
+    assert not router._core.leases.queues._queues
 assert cut > 10, cut
 router.close(); other.close()
 """

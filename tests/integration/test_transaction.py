@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -525,6 +526,23 @@ def test_closing_the_router_takes_the_transaction_along(routers: Routers, accoun
         router.close()
     assert left.value.reason is LossReason.ROUTER_CLOSED
     assert accounts.balances()[0] == 100
+
+
+def test_a_dropped_block_is_rolled_back_with_a_warning(
+    router: LockRouter, other: LockRouter, accounts: Accounts, key: str
+) -> None:
+    block = router.transaction(key)
+    connection = block.__enter__()
+    pay(connection, 0, 5)
+    with pytest.warns(ResourceWarning, match="dropped without leaving"):
+        del block
+        gc.collect()
+    for caller in (other, router):
+        with caller.lock(key, timeout=5.0):
+            pass
+    assert accounts.balances()[0] == 100
+    with pytest.raises((DBAPIError, LockLost)):
+        connection.exec_driver_sql("SELECT 1")
 
 
 def test_a_child_process_owns_nothing(router: LockRouter, accounts: Accounts, key: str) -> None:

@@ -15,8 +15,8 @@ from cryptography.x509.oid import NameOID
 __all__ = ["make_certificates"]
 
 
-def make_certificates(folder: Path) -> dict[str, Path]:
-    """The authority's certificate (ca), and a key and a certificate of a server at 127.0.0.1 (key, cert), as files."""
+def make_certificates(folder: Path, address: str = "127.0.0.1", name: str = "localhost") -> dict[str, Path]:
+    """The authority's certificate (ca), and key and certificate of a server at that address (key, cert), as files."""
     authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     issuer = _name("lockrouter tests")
     ca = _builder(issuer, issuer, authority.public_key()).add_extension(x509.BasicConstraints(True, None), True)
@@ -36,8 +36,8 @@ def make_certificates(folder: Path) -> dict[str, Path]:
         ),
         True,
     )
-    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")])
-    leaf = _builder(_name("127.0.0.1"), issuer, server.public_key()).add_extension(names, False)
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address)), x509.DNSName(name)])
+    leaf = _builder(_name(address), issuer, server.public_key()).add_extension(names, False)
     leaf = leaf.add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), False)
     written = {name: folder / f"{name}.pem" for name in ("ca", "key", "cert")}
     written["ca"].write_bytes(ca.sign(authority, hashes.SHA256()).public_bytes(Encoding.PEM))

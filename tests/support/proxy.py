@@ -22,7 +22,10 @@ from typing import Any, Self
 
 from lockrouter.testing.server import free_port
 
-__all__ = ["Cut", "Proxy", "Rule", "Way", "dead_port"]
+__all__ = ["EXECUTES", "Cut", "Proxy", "Rule", "Way", "black_hole", "dead_port"]
+
+EXECUTES = b"\x12\x00\x00\x00\x17"
+"""How the packet of a prepared locking statement begins."""
 
 _RST = struct.pack("ii", 1, 0)
 _REMEMBER = 20_000
@@ -54,11 +57,22 @@ class Rule:
     `stalled` connections whose server side should survive the client are exactly what an unplugged client leaves.
     """
 
-    def __init__(self, way: Way, allow: int, cut: Cut, *, marker: bytes | None = None) -> None:
+    def __init__(
+        self,
+        way: Way,
+        allow: int,
+        cut: Cut,
+        *,
+        marker: bytes | None = None,
+        forge: Callable[[socket.socket], None] | None = None,
+    ) -> None:
         self.way = way
         self.allow = allow
         self.cut = cut
         self.marker = marker
+        self.forge = forge
+        """Instead of all that: the chunk with the marker goes nowhere, and this speaks to the client from then on, in a
+        thread of its own and on a blocking socket, until it returns or the connection is ended."""
         self.met = threading.Event()
         """Set once the connection was chosen."""
         self.struck = threading.Event()
@@ -285,11 +299,25 @@ class Proxy:
                 if rule.marker is not None and rule.marker in data:
                     self._meet(link, rule)
                     break
+            if link.rule is not None and link.rule.forge is not None:
+                self._forge(link, link.rule.forge)
+                return
         if self._delay:
             due = time.monotonic() + self._delay
             heapq.heappush(self._delayed, (due, next(self._numbers), link, way, data))
         else:
             self._pass(link, way, data)
+
+    def _forge(self, link: _Link, forge: Callable[[socket.socket], None]) -> None:
+        for side in link.sides.values():
+            self._unwatch(side)
+        link.stalled = True
+
+        def speak() -> None:
+            with contextlib.suppress(OSError):
+                forge(link.sides[Way.UP])
+
+        threading.Thread(target=speak, name="proxy-forger", daemon=True).start()
 
     def _pass(self, link: _Link, way: Way, data: bytes) -> None:
         if link not in self._links:
@@ -374,6 +402,7 @@ def _reader(proxy: Proxy, link: _Link, way: Way) -> Callable[[], None]:
 def _reset(side: socket.socket) -> None:
     with contextlib.suppress(OSError):
         side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RST)
+        side.shutdown(socket.SHUT_RDWR)  # a forger may be blocked in it
     side.close()
 
 
@@ -383,3 +412,20 @@ def dead_port() -> Iterator[int]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]
+
+
+@contextlib.contextmanager
+def black_hole() -> Iterator[int]:
+    """A port of loopback whose machine might as well be unplugged: nothing answers a connection's first packet."""
+    with socket.socket() as deaf, contextlib.ExitStack() as stack:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        where = deaf.getsockname()
+        while True:  # a queue that is full drops whoever comes
+            filler = stack.enter_context(socket.socket())
+            filler.settimeout(0.2)
+            try:
+                filler.connect(where)
+            except TimeoutError:
+                break
+        yield where[1]

@@ -29,7 +29,7 @@ __all__ = ["Group", "Member", "Replicas", "Replicated", "network"]
 
 _PASSWORD = "only-on-loopback"
 APPLICATION_PASSWORD = "application"
-_SHAPE: Mapping[str, Scalar] = {"name": "replicated", "tables": 2, "buckets": 8, "rows_per_bucket": 64}
+_SHAPE: dict[str, Scalar] = {"name": "replicated", "tables": 2, "buckets": 8, "rows_per_bucket": 64}
 
 
 class Member:
@@ -268,9 +268,9 @@ class Replicas(Replicated):
         source, replica = self.members[self.primary], self.members[1 - self.primary]
         if self.vendor is Vendor.MYSQL:
             done = source.sql("SELECT @@global.gtid_executed")[0][0]
-            return int(replica.sql(f"SELECT WAIT_FOR_EXECUTED_GTID_SET('{done}', 20)")[0][0]) == 0
+            return bool(replica.sql(f"SELECT WAIT_FOR_EXECUTED_GTID_SET('{done}', 20)")[0][0] == 0)
         done = source.sql("SELECT @@global.gtid_binlog_pos")[0][0]
-        return int(replica.sql(f"SELECT MASTER_GTID_WAIT('{done}', 20)")[0][0]) == 0
+        return bool(replica.sql(f"SELECT MASTER_GTID_WAIT('{done}', 20)")[0][0] == 0)
 
     def demote(self) -> None:
         """The primary is read-only, and the replica has all it had."""

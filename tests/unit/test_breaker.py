@@ -86,6 +86,15 @@ def test_no_probe_before_its_time(clock: Clock, opened: Breaker) -> None:
     assert opened.probe_in() == 0.0 and opened.take_probe()
 
 
+def test_processes_that_failed_together_probe_apart(clock: Clock) -> None:
+    due = set()
+    for _ in range(100):
+        breaker = Breaker(1, 1.0, clock=clock)
+        breaker.fault()
+        due.add(round(breaker.probe_in(), 2))
+    assert len(due) > 20 and max(due) - min(due) > 0.2
+
+
 def test_a_closed_breaker_needs_no_probe(breaker: Breaker) -> None:
     assert not breaker.take_probe() and breaker.probe_in() == 0.0
 
@@ -134,6 +143,20 @@ def test_a_straggler_does_not_end_the_probe_that_is_out(clock: Clock, opened: Br
     assert not opened.fault()
     clock.time += LATER
     assert not opened.take_probe(), "the first probe is still out"
+
+
+def test_a_straggler_knows_less_than_the_probe(clock: Clock, opened: Breaker) -> None:
+    """A call that began before the breaker opened times out after a probe was answered: the answer stands."""
+    clock.time += LATER
+    assert opened.take_probe()
+    opened.refused("read-only")
+    due = opened.probe_in()
+    assert not opened.fault()
+    assert opened.refusal == "read-only" and opened.probe_in() == due
+    clock.time += LATER
+    assert opened.take_probe()
+    opened.fault(probe=True)
+    assert opened.refusal is None
 
 
 def test_an_abandoned_probe_gives_its_place_back(clock: Clock, opened: Breaker) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason, Overloaded, RouterClosed, WouldDeadlock
-from lockrouter.gate import Gates, Group, Hold, Place, Request, StepBack
+from lockrouter.gate import Gates, Group, Hold, Place, Request, StepBack, Told
 from lockrouter.session import Session
 
 
@@ -396,10 +396,13 @@ def test_the_loss_of_a_session_that_holds_nothing_is_nobodys(gates: Gates) -> No
 def test_callbacks_are_kept_until_the_loss_and_answered_after_it(gates: Gates) -> None:
     hold = Caller(gates).take(1)
     told: list[LossReason] = []
-    assert gates.subscribe(hold, told.append) is None
+    handle = Told(told.append)
+    assert gates.subscribe(hold, handle) is None
     assert gates.lose_hold(hold, LossReason.DEMOTED)
-    assert gates.subscribe(hold, told.append) is LossReason.DEMOTED
-    assert len(hold.callbacks) == 1
+    assert gates.subscribe(hold, handle) is LossReason.DEMOTED
+    assert [found() for found in hold.callbacks] == [handle]
+    del handle
+    assert [found() for found in hold.callbacks] == [None], "its handle alone keeps it"
 
 
 def test_a_lost_hold_is_entered_again_by_its_owner_only(gates: Gates) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason, WouldDeadlock
-from lockrouter.gate import Gates, Hold, Place, Request
+from lockrouter.gate import Gates, Handle, Hold, Place, Request
 from lockrouter.session import Session
 
 RUNS = 2_000
@@ -566,9 +566,9 @@ class WatcherFreesTheGate(Gates):
 class HandsOverWhatIsLost(Gates):
     """3.25."""
 
-    def hand_over(self, hold: Hold) -> bool:
+    def hand_over(self, hold: Hold, handle: Handle | None = None) -> bool:
         lost, hold.lost = hold.lost, None
-        done = super().hand_over(hold)
+        done = super().hand_over(hold, handle)
         hold.lost = lost
         return done
 
@@ -576,13 +576,13 @@ class HandsOverWhatIsLost(Gates):
 class HandsOverToAnybody(Gates):
     """3.26: also to requests that must ask the server."""
 
-    def hand_over(self, hold: Hold) -> bool:
+    def hand_over(self, hold: Hold, handle: Handle | None = None) -> bool:
         gate = self._gates[hold.slot]
         if not gate.queue:
             return False
         head = gate.queue[0]
         kept, head.may_receive = head.may_receive, True
-        done = super().hand_over(hold)
+        done = super().hand_over(hold, handle)
         head.may_receive = kept
         return done
 
@@ -601,13 +601,13 @@ class SeesRingsEverywhere(Gates):
 
 
 class WakesNobody(Gates):
-    def hand_over(self, hold: Hold) -> bool:
+    def hand_over(self, hold: Hold, handle: Handle | None = None) -> bool:
         gate = self._gates[hold.slot]
         if not gate.queue:
             return False
         head = gate.queue[0]
         waiter, head.waiter = head.waiter, None
-        done = super().hand_over(hold)
+        done = super().hand_over(hold, handle)
         head.waiter = waiter
         return done
 

@@ -6,7 +6,7 @@ import random
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -38,6 +38,13 @@ id = "s"
 url = "mysql+pymysql://u@127.0.0.1:3306/db"
 buckets = ["0-3"]
 """
+
+
+class Told:
+    """What the handle of a lease is for the keeper: somebody who has it, and is told of its loss."""
+
+    def __init__(self, told: list[LossReason]) -> None:
+        self.callbacks = (told.append,)
 
 
 class Rig:
@@ -75,7 +82,9 @@ class Rig:
             thing=None,
         )
         self.leases.entries[entry.row.owner] = entry
-        entry.callbacks.append(self.told.append)
+        handle = cast(Lease, Told(self.told))
+        self.handles.append(handle)
+        entry.handle = weakref.ref(handle)
         self.keeper.watch(entry)
         return entry
 
@@ -284,6 +293,7 @@ class Caller:
     waiter: Waiter = field(default_factory=Waiter)
     shard: Any = None
     polls: bool = False
+    gone: bool = False
 
 
 def entry_of(caller: Caller) -> Entry:

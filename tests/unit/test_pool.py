@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -12,9 +14,10 @@ import pytest
 from pymysql.connections import Connection
 
 from lockrouter.deadline import now
-from lockrouter.pool import Exhausted, Pool, PoolClosed
+from lockrouter.pool import Borrower, Exhausted, Pool, PoolClosed
 from lockrouter.protocol.effects import WAIT, Effect, Operation, Waiter, drive
 from lockrouter.session import ROWS, Gone, Session, State
+from tests.support.interrupts import interrupted
 
 LONG = 1e6
 
@@ -57,8 +60,8 @@ class Server:
 class Claim:
     """A check-out driven by hand."""
 
-    def __init__(self, pool: Pool, **options: Any) -> None:
-        self.operation = pool.check_out(now() + LONG, **options)
+    def __init__(self, pool: Pool, seconds: float = LONG, **options: Any) -> None:
+        self.operation = pool.check_out(now() + seconds, **options)
         self.session: Session | None = None
         self.over = False
         self.effect: Effect | None = None
@@ -200,7 +203,7 @@ def test_a_newcomer_does_not_overtake_who_waits(pool: Pool) -> None:
 
 def test_a_waiter_whose_time_is_up_is_given_nothing(pool: Pool) -> None:
     one, _ = out(pool), out(pool)
-    gone, next_one = Claim(pool), Claim(pool)
+    gone, next_one = Claim(pool, 0.0), Claim(pool)
     with pytest.raises(Exhausted):
         gone.go(False)
     pool.give_back(one)
@@ -212,6 +215,15 @@ def test_a_waiter_served_at_its_very_deadline_has_the_session(pool: Pool) -> Non
     one, _ = out(pool), out(pool)
     claim = Claim(pool)
     pool.give_back(one)
+    assert claim.go(False).session is one
+
+
+def test_a_waiter_that_was_not_woken_looks_for_itself(pool: Pool) -> None:
+    one, _ = out(pool), out(pool)
+    claim = Claim(pool)
+    assert claim.effect is not None and claim.effect[2] < now() + 2
+    pool._idle[one.lane].append(one)  # as an interrupt between giving it back and serving the queue leaves it
+    assert not claim.woken
     assert claim.go(False).session is one
 
 
@@ -235,6 +247,45 @@ def test_an_interrupted_waiter_passes_on_what_it_was_given(pool: Pool, served: s
     assert (next_one.served() is one) == (served != "with leave to open")
     pool.give_back(two)
     assert counts(pool) == (1, 1, 0)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("scene", ["idle", "to be opened", "dead", "waited for"])
+def test_an_interrupt_at_any_instant_costs_no_place(server: Server, scene: str) -> None:
+    """Of a call that borrows a session and gives it back, with and without another one that waits for it."""
+
+    def call(pool: Pool) -> None:
+        borrower = Borrower()
+        session = drive(pool.check_out(now() + 1.0, borrower=weakref.ref(borrower)))
+        try:
+            if scene == "dead":
+                session.die()
+        finally:
+            pool.give_back(session)
+
+    at, struck = 0, True
+    while struck:
+        pool = Pool(1, server.open_one)
+        if scene != "to be opened":
+            pool.give_back(out(pool))
+        held = out(pool) if scene == "waited for" else None
+        waiting = Claim(pool) if held is not None else None
+
+        if held is None or waiting is None:
+            struck = interrupted(lambda: call(pool), at) is not None  # noqa: B023 - called now
+            pool.mend()
+        else:
+            lease = held.lease
+            struck = interrupted(functools.partial(pool.give_back, held, lease), at) is not None
+            pool.give_back(held, lease)  # as whoever cleans up does
+            served = waiting.go(True).session
+            assert served is not None
+            pool.give_back(served)
+        pool.give_back(out(pool, wait=False))
+        assert counts(pool) == (1, 0, 0)
+        pool.close()
+        at += 1
+    assert at > 4
 
 
 def test_an_owner_of_a_session_may_exceed_the_size_by_as_much_and_never_waits(pool: Pool) -> None:
@@ -349,7 +400,7 @@ def test_old_idle_sessions_are_taken_out_and_given_back(pool: Pool) -> None:
 
 def test_a_closed_pool_closes_what_is_idle_and_wakes_who_waits(pool: Pool) -> None:
     one, two = out(pool), out(pool)
-    claims = [Claim(pool) for _ in range(3)]
+    claims = [Claim(pool, 0.0), Claim(pool), Claim(pool)]
     with pytest.raises(Exhausted):
         claims[0].go(False)
     pool.close()

@@ -15,7 +15,7 @@ from lockrouter.errors import LossReason
 from lockrouter.protocol.effects import RECEIVE, TALK, Operation, drive
 from lockrouter.protocol.packets import PING, QUIT, ROLLBACK, Err, Ok, Rows, query
 from lockrouter.session import Answered, Gone, Session, Silent, State, single_row
-from lockrouter.sql.statements import CHECK
+from lockrouter.sql.statements import MYSQL
 
 from .test_packets import err, ok, result
 
@@ -350,7 +350,7 @@ def test_a_confirmed_release_takes_one_trip_and_tells_whether_it_was_held(piece:
             line.session.hold = object()
             proof, _ = hand_driven(line.session.confirm(soon()), first + ok(0, OVER), piece=piece)
             assert proof is alive
-            assert line.sent() == CHECK + ROLLBACK
+            assert line.sent() == MYSQL.check() + ROLLBACK
             assert line.session.state == State.IDLE and line.session.hold is None
 
 

@@ -390,6 +390,50 @@ def test_a_connection_that_is_made_too_late_is_closed(said: Said) -> None:
     assert said.next() == "died" and said.nothing
 
 
+def test_a_call_that_hangs_is_given_up_in_time_and_takes_one_thread(said: Said, run: Run) -> None:
+    go = threading.Event()
+
+    def connect() -> Opened:
+        said("calling")
+        go.wait(PATIENCE)
+        return Opened(said)
+
+    def operation() -> Operation[None]:
+        for _ in range(3):
+            try:
+                yield (CALL, connect, now() + 0.01)
+            except TimeoutError:
+                said("late")
+        go.set()
+        yield (SLEEP, now() + LONG, None)
+
+    run(operation)
+    assert [said.next() for _ in range(5)] == ["calling", "late", "late", "late", "died"]
+
+
+def test_a_call_after_one_that_hung_is_made(said: Said, run: Run) -> None:
+    go = threading.Event()
+
+    def hang() -> None:
+        go.wait(PATIENCE)
+
+    def operation() -> Operation[None]:
+        try:
+            yield (CALL, hang, now() + 0.01)
+        except TimeoutError:
+            go.set()
+        while True:  # until the thread of the first one has ended
+            try:
+                said((yield (CALL, lambda: "answer", now() + 0.01)))
+                break
+            except TimeoutError:
+                pass
+        yield (SLEEP, now() + LONG, None)
+
+    run(operation)
+    assert said.next() == "answer"
+
+
 def descriptors() -> int:
     return len([*Path(f"/proc/{os.getpid()}/fd").iterdir()])
 

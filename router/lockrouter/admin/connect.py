@@ -9,13 +9,17 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Executable, Row, create_engine
+from pymysql.connections import Connection as DriverConnection
+from sqlalchemy import Connection, Executable, Row, create_engine, event
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from lockrouter.config import Endpoint, RouterConfig, ShardConfig
+from lockrouter.deadline import now
 from lockrouter.errors import ConfigError, NotSeeded, ShardError, ShardUnavailable
+from lockrouter.handshake import PLAIN_REFUSED, Handshake, log_in, require_tls
+from lockrouter.session import driver_is_known
 from lockrouter.sql import admin as sql
 
 __all__ = ["DENIED", "administrator", "connected", "each_shard", "error_code", "fetch", "roles", "run", "translated"]
@@ -185,11 +189,27 @@ def _connect(endpoint: Endpoint, config: RouterConfig) -> Iterator[Connection]:
         arguments["ssl"] = _tls(endpoint.tls_ca)
     else:
         arguments["ssl_disabled"] = True
+        if endpoint.unix_socket is None:
+            arguments["auth_plugin_map"] = PLAIN_REFUSED
     engine = create_engine(
         url, poolclass=NullPool, isolation_level="READ COMMITTED", hide_parameters=True, connect_args=arguments
     )
+
+    @event.listens_for(engine, "do_connect")
+    def connect(_dialect: object, _record: object, _positional: object, named: dict[str, Any]) -> DriverConnection[Any]:
+        return _log_in(named, encrypted=endpoint.tls_ca is not None and endpoint.unix_socket is None)
+
     with engine.connect() as connection:
         yield connection
+
+
+def _log_in(named: dict[str, Any], *, encrypted: bool) -> DriverConnection[Any]:
+    known = driver_is_known()
+    connection = (Handshake if known else DriverConnection)(**named, defer_connect=True)
+    log_in(connection, None, now() + named["connect_timeout"])
+    if encrypted and not known:
+        require_tls(connection)
+    return connection
 
 
 @lru_cache(maxsize=64)

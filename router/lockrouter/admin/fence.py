@@ -11,6 +11,7 @@ from sqlalchemy.pool import NullPool
 
 from lockrouter.admin.connect import error_code
 from lockrouter.errors import ConfigError
+from lockrouter.handshake import PLAIN_REFUSED
 from lockrouter.sql.schema import FENCE
 from lockrouter.urls import endpoints_of
 
@@ -31,7 +32,8 @@ def init_fence(url: str) -> list[str]:
     created = []
     for endpoint in endpoints_of(url, password=os.environ.get(PASSWORD), tls_ca=None):
         place = f"{endpoint.host}:{endpoint.port}/{endpoint.database}"
-        arguments = {"ssl_disabled": True} if endpoint.unix_socket is None else {"unix_socket": endpoint.unix_socket}
+        plain = {"ssl_disabled": True, "auth_plugin_map": PLAIN_REFUSED}
+        arguments = plain if endpoint.unix_socket is None else {"unix_socket": endpoint.unix_socket}
         login = URL.create(
             "mysql+pymysql", endpoint.user, endpoint.password, endpoint.host, endpoint.port, endpoint.database
         )

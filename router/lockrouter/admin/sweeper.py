@@ -9,7 +9,9 @@ from types import TracebackType
 from typing import Self
 
 from prometheus_client import REGISTRY, CollectorRegistry
+from sqlalchemy import text
 
+from lockrouter.admin.connect import connected, fetch
 from lockrouter.admin.sweep import Swept, sweep_shard
 from lockrouter.config import RouterConfig, ShardConfig
 from lockrouter.errors import LockRouterError, ShardError
@@ -17,6 +19,7 @@ from lockrouter.metrics import Metrics
 from lockrouter.recipes.own import Kind, OwnLease, Place, take
 from lockrouter.router import LockRouter
 from lockrouter.routing import Address
+from lockrouter.sql.recipes import FIRST_OPEN_BUCKET
 
 __all__ = ["Sweeper"]
 
@@ -46,10 +49,11 @@ class Sweeper:
         return [self._sweep(shard, every, go_on) for shard in self._config.shards if go_on()]
 
     def _sweep(self, shard: ShardConfig, every: float, go_on: Callable[[], bool]) -> Swept:
-        if not shard.ranges():
-            return Swept(shard.id, skipped="it owns no buckets")
         try:
-            lease = take(self._place(shard), ttl=_TTL)
+            place = self._place(shard)
+            if place is None:
+                return Swept(shard.id, skipped="it has no buckets")
+            lease = take(place, ttl=_TTL)
             if lease is None:
                 return Swept(shard.id, skipped="another sweeper is at it, or was a moment ago")
             return self._elected(shard, lease, every, go_on)
@@ -77,12 +81,14 @@ class Sweeper:
             # Two sweepers at once do no harm, but for the load: every row is looked at again when it is deleted.
             _log.info("a sweeper's lease ended before its pass: %s", error)
 
-    def _place(self, shard: ShardConfig) -> Place:
-        bucket = shard.ranges()[0][0]
-        return Place(self._router._core, Kind.SWEEPER, _NAME, address=Address(bucket, shard.id, self._table(bucket), 0))
-
-    def _table(self, bucket: int) -> int:
-        return bucket % self._config.topology.tables
+    def _place(self, shard: ShardConfig) -> Place | None:
+        """In the first bucket that the shard itself says it has: they move, and not every sweeper's map knows."""
+        with connected(self._config, shard) as connection:
+            (row,) = fetch(connection, text(FIRST_OPEN_BUCKET))
+        if row.bucket is None:
+            return None
+        address = Address(row.bucket, shard.id, row.bucket % self._config.topology.tables, 0)
+        return Place(self._router._core, Kind.SWEEPER, _NAME, address=address)
 
     def close(self) -> None:
         """Nothing of the sweeper is left. Idempotent."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lockrouter.errors import LossReason
@@ -24,7 +23,6 @@ class Entry:
     """One acquisition; keyed by its owner id, never by its key. Everything is changed under the mutex of the leases."""
 
     __slots__ = (
-        "callbacks",
         "deadline",
         "doubtful",
         "granted_at",
@@ -79,7 +77,6 @@ class Entry:
         self.next_at = 0.0
         self.overdue_at: float | None = None
         self.kill_at: float | None = None
-        self.callbacks: list[Callable[[LossReason], object]] = []
 
     @property
     def name(self) -> tuple[int, bytes]:

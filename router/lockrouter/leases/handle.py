@@ -69,12 +69,13 @@ class Lease:
     `ResourceWarning`.
     """
 
-    __slots__ = ("__weakref__", "_generation", "_held_as", "_leases", "_open", "key")
+    __slots__ = ("__weakref__", "_generation", "_held_as", "_leases", "_open", "callbacks", "key")
 
     def __init__(self, leases: Leases, key: str | bytes) -> None:
         self._leases = leases
         self._generation = leases.generation
         self._held_as: Entry | None = None
+        self.callbacks: tuple[Callable[[LossReason], object], ...] = ()
         # True from the grant until it is released, or a release has said that it was lost.
         self._open = False
         self.key = key
@@ -205,6 +206,8 @@ class Lease:
             error.add_note(f"and the lease could not be released: {trouble}")
 
     def __repr__(self) -> str:
+        if self._held_as is None:
+            return "<Lease of nothing yet>"  # an error reporter shows the locals of a call that failed
         state = "released" if not self._open else "lost" if self._entry.lost else "held"
         return f"<Lease {self._leases.shown(self._entry.key)} on {self._entry.shard.id} {state}>"
 

@@ -90,6 +90,14 @@ class Holdings:
             except IndexError:
                 return
 
+    def sweep(self) -> None:
+        """Give up what nobody has a handle of any more: an interrupt may have hit the finaliser itself."""
+        for entry in (*tuple(self.entries.values()), *tuple(self._leaving)):
+            if entry.handle is not None and entry.handle() is None:
+                self.drop(entry)
+                self.left(entry)
+        self.queues.mend(self._leaving)
+
     def take_out(self, entry: Entry) -> bool:
         """Under the mutex: the entry is released; False: it was already, or is lost."""
         with self._lock:
@@ -123,7 +131,8 @@ class Holdings:
                 return False
             entry.lost = reason
             self.entries.pop(entry.row.owner, None)
-            callbacks, entry.callbacks = entry.callbacks, []
+            handle = entry.handle() if entry.handle is not None else None
+            callbacks = () if handle is None else handle.callbacks
         entry.shard.stats.count_lost("lease", reason.value)
         _log.warning("lease lost: key %s on shard %s: %s", self.shown(entry.key), entry.shard.id, reason.value)
         for callback in callbacks:
@@ -136,10 +145,14 @@ class Holdings:
         return True
 
     def subscribe(self, entry: Entry, callback: Callable[[LossReason], object]) -> LossReason | None:
-        """Have `callback` called when the lease is lost; the reason if it is, and nothing will be called then."""
+        """Have `callback` called when the lease is lost; the reason if it is, and nothing will be called then.
+
+        Its handle keeps the callback: one that refers to the handle must not keep it from being dropped.
+        """
         with self._lock:
-            if entry.held:
-                entry.callbacks.append(callback)
+            handle = entry.handle() if entry.handle is not None else None
+            if entry.held and handle is not None:
+                handle.callbacks += (callback,)
             return entry.lost
 
     def renewed(self, entry: Entry, answer: Answer, sent_at: float, ttl: float) -> LossReason | None:

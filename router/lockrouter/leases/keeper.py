@@ -137,7 +137,8 @@ class Keeper:
         while True:
             self._leases.reap()
             if now() >= self._sweeps_at:
-                self._sweep()
+                self._sweeps_at = now() + _SWEEP_EVERY
+                self._leases.sweep()
             for entry in self._take_due():
                 self._look_at(entry)
             with self._lock:
@@ -145,13 +146,6 @@ class Keeper:
                 soonest = min(soonest, self._sweeps_at)
                 self._wakes_at = max(soonest, now() + _TICK)
             yield (SLEEP, self._wakes_at, None)
-
-    def _sweep(self) -> None:
-        """Give up what nobody has a handle of any more: an interrupt may have hit the finaliser itself."""
-        self._sweeps_at = now() + _SWEEP_EVERY
-        for entry in tuple(self._leases.entries.values()):
-            if entry.handle is not None and entry.handle() is None:
-                self._leases.drop(entry)
 
     def _take_due(self) -> list[Entry]:
         due, at = [], now()

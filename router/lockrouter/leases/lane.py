@@ -63,8 +63,9 @@ class Lane:
 
         Then `item.sent_at` says whether the server may still do what was asked.
         """
-        batch = self._join(item)
+        batch: Batch | None = None
         try:
+            batch = self._join(item)
             while True:
                 if batch is not None:
                     if (yield from batch.drive(until)):

@@ -6,6 +6,7 @@ Every public method is one atomic block. After each: a key with a queue has a ho
 2. The lead asks the server, then polls. `granted` makes its lease the holder; nobody polls while the holder is here.
 3. `leave`, at a deadline, an error or an interruption: a lead passes the lead on to the head of the queue.
 4. `freed`, when the holder's lease is released or lost: the head of the queue leads, at once.
+5. `mend`, once in a while: who is here still, though an interrupt ended its call, or its hold, is not.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import Counter, deque
+from collections.abc import Container
 from typing import TYPE_CHECKING, Protocol
 
 from lockrouter.errors import Overloaded
@@ -41,6 +43,10 @@ class Waiting(Protocol):
     waiter: Waiter
     shard: Shard
     polls: bool
+
+    @property
+    def gone(self) -> bool:
+        """True once its call has ended, however it did."""
 
 
 class _Queue:
@@ -118,11 +124,24 @@ class Queues:
     def _next(self, name: tuple[int, bytes], queue: _Queue) -> None:
         """Under `_lock`."""
         if queue.held is None and queue.lead is None and queue.waiting:
-            queue.lead = queue.waiting.popleft()
+            # No call stands between the two: an interrupt finds both done, or neither.
+            queue.lead = queue.waiting[0]
+            del queue.waiting[0]
         if queue.held is None and queue.lead is not None:
             queue.lead.waiter.wake()
         elif queue.held is None and not queue.waiting:
             del self._queues[name]
+
+    def mend(self, leaving: Container[Entry]) -> None:
+        """Forget who is not there any more; `leaving`: released leases whose rows are being freed by their callers."""
+        with self._lock:
+            for name, queue in tuple(self._queues.items()):
+                if queue.held is not None and not queue.held.held and queue.held not in leaving:
+                    queue.held = None
+                if queue.lead is not None and queue.lead.gone:
+                    queue.lead = None
+                queue.waiting = deque(caller for caller in queue.waiting if not caller.gone)
+                self._next(name, queue)
 
     def holder(self, name: tuple[int, bytes]) -> Entry | None:
         """The lease of this key that this process holds."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import inspect
+import weakref
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
 
 from lockrouter.deadline import Deadline, now
 from lockrouter.errors import LockTimeout
@@ -37,6 +40,7 @@ class Take:
         payload: bytes,
         keep_alive: bool,
         rule: ResolvedClass | None,
+        until: float | None = None,
     ) -> None:
         self.leases = leases
         self.kind = kind
@@ -51,12 +55,16 @@ class Take:
         self.rule = rule
         self.thing = running()
         self.wait = deadline.timeout > 0
+        # The end of everything that is not waiting for another holder.
+        self.until = deadline.at if self.wait else until or deadline.started + leases.config.pool.connect_timeout
         self.shard: Shard = leases.shards[address.shard]
         self.waiter = Waiter()
         # True once the lease is known to be held elsewhere: this caller looks again and again.
         self.polls = False
         self.entry: Entry | None = None
         self.handle: Lease | None = None
+        # What the call consists of: it is over when that is.
+        self.operation: weakref.ref[Generator[Any, Any, Any]] | None = None
         self.began()
 
     def began(self) -> None:
@@ -77,9 +85,10 @@ class Take:
         self.since = None
 
     @property
-    def until(self) -> float:
-        """The end of everything that is not waiting for another holder."""
-        return self.deadline.at if self.wait else self.deadline.started + self.shard.config.pool.connect_timeout
+    def gone(self) -> bool:
+        """True once the call that asks has ended, however it did."""
+        operation = self.operation() if self.operation is not None else None
+        return operation is None or inspect.getgeneratorstate(operation) == inspect.GEN_CLOSED
 
     def timed_out(self) -> LockTimeout:
         """The error of a lease that stayed held, naming who holds it where that is known."""

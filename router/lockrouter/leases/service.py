@@ -92,6 +92,7 @@ class Leases(Holdings):
         address: Address | None = None,
         name: str | bytes | None = None,
         make: type[Lease] = Lease,
+        until: float | None = None,
     ) -> tuple[Lease | None, Take]:
         """Take a lease and return its handle, or None where it stayed held; and the request, which knows who holds it.
 
@@ -103,6 +104,7 @@ class Leases(Holdings):
             make: the class of the handle, for recipes that have one of their own.
             rule: the class of the key, for users' leases.
             address: where the row is to be, for leases that belong to a shard rather than to a key.
+            until: with a `timeout` of 0: when the shard must have answered; None: within `connect_timeout`.
 
         Raises:
             As `taking.take`, but for LockTimeout.
@@ -112,13 +114,24 @@ class Leases(Holdings):
         deadline = Deadline(timeout)
         where = address or self._core.routing.route(key)
         ask = Take(
-            self, kind, key, where, ttl=ttl, deadline=deadline, payload=payload, keep_alive=keep_alive, rule=rule
+            self,
+            kind,
+            key,
+            where,
+            ttl=ttl,
+            deadline=deadline,
+            payload=payload,
+            keep_alive=keep_alive,
+            rule=rule,
+            until=until,
         )
         ask.handle = handle = make(self, key if name is None else name)
         stats, segment = self.shards[where.shard].stats.lease, self._core.segments[where.bucket]
         outcome = "error"
         try:
-            entry = drive(take(ask))
+            operation = take(ask)
+            ask.operation = weakref.ref(operation)
+            entry = drive(operation)
             outcome = "busy" if entry is None else "acquired"
         except LockTimeout:
             outcome = "timeout"

@@ -17,7 +17,7 @@ from lockrouter.protocol.packets import Err, Ok, Reply, Rows
 from lockrouter.session import Answered, Gone, Session, Silent, State
 from lockrouter.sql import leases as sql
 from lockrouter.sql.leases import Wanted
-from lockrouter.sql.statements import Dialect
+from lockrouter.sql.statements import Dialect, bucket_state, read_bucket
 
 if TYPE_CHECKING:
     from lockrouter.shard import Shard
@@ -116,13 +116,10 @@ class SqlStore:
             Gone, Silent, Answered: it could not be read.
         """
         session = yield from self._ready(until)
-        (reply,) = yield from self._ask(session, (), [sql.bucket_state(bucket)])
+        (reply,) = yield from self._ask(session, (), [read_bucket(bucket)])
         if isinstance(reply, Err):
             raise Answered(reply.code, reply.message)
-        if not isinstance(reply, Rows) or not reply.rows:
-            return False, ""
-        epoch, target = reply.rows[0]
-        return bool(int(epoch or b"0")), (target or b"").decode("ascii", "replace")
+        return bucket_state(reply)
 
     def rest(self) -> None:
         """As `Store.rest`."""

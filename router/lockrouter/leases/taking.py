@@ -60,10 +60,10 @@ def take(ask: Take) -> Operation[Entry | None]:
     queues = ask.leases.queues
     max_waiters = ask.rule.max_waiters if ask.rule is not None else None
     refuse_frozen(ask)
-    place = queues.enter(ask, wait=ask.wait, max_waiters=max_waiters)
-    if place is Place.BUSY:
-        return None
     try:
+        place = queues.enter(ask, wait=ask.wait, max_waiters=max_waiters)
+        if place is Place.BUSY:
+            return None
         if place is Place.QUEUED:
             yield from _queue(ask)
         found = yield from _attempt(ask)

@@ -9,7 +9,8 @@ tuple, because several are made for every lock:
 - `(RECEIVE, wire, until)`: result: some bytes, `b""` at the end of the stream; raises TimeoutError at `until`.
 - `(WAIT, waiter, until)`: result True when the waiter was woken, False at `until`.
 - `(SLEEP, until, None)`: result None.
-- `(CALL, function, None)`: result of a function that may block for as long as its own bounds say (connecting).
+- `(CALL, function, until)`: result of a function that may block for as long as its own bounds say (connecting). The
+  background gives it up at `until`, if that is not None, and raises TimeoutError; a blocking caller has to wait.
 
 An error of an effect is thrown into the operation where it waits.
 """

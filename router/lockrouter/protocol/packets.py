@@ -1,7 +1,8 @@
 """Requests as ready bytes, and a strict decoder for exactly the replies they can have.
 
 Nothing here does I/O. The decoder refuses what it does not expect: a wrong sequence number, a truncated or oversized
-packet, trailing bytes, a request for a local file. Text protocol without CLIENT_DEPRECATE_EOF, as PyMySQL negotiates.
+packet, trailing bytes, a request for a local file. No CLIENT_DEPRECATE_EOF, as PyMySQL negotiates. Rows of prepared
+statements come in the binary form; they are given out as the text form would have them.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ __all__ = [
     "Err",
     "Grants",
     "Ok",
+    "Prepared",
     "ProtocolViolation",
     "Reply",
     "ReplyReader",
     "Rows",
     "decode",
+    "decode_prepared",
+    "execution",
     "is_off",
+    "prepare",
     "query",
 ]
 
@@ -60,6 +65,12 @@ class Rows(NamedTuple):
     status: int
 
 
+class Prepared(NamedTuple):
+    """The server's number for a statement that it has prepared on this connection."""
+
+    statement: int
+
+
 Reply = Ok | Err | Rows
 
 
@@ -71,6 +82,17 @@ def is_off(value: bytes | None) -> bool:
 def query(sql: bytes) -> bytes:
     """Return the whole COM_QUERY packet for one statement."""
     return (len(sql) + 1).to_bytes(3, "little") + b"\x00\x03" + sql
+
+
+def prepare(sql: bytes) -> bytes:
+    """Return the whole COM_STMT_PREPARE packet for one statement."""
+    return (len(sql) + 1).to_bytes(3, "little") + b"\x00\x16" + sql
+
+
+def execution(statement: int) -> bytes:
+    """Return a COM_STMT_EXECUTE packet for one unsigned number up to the number, which follows in four bytes."""
+    # No cursor, once, no NULL, and the type of what follows: an unsigned INT.
+    return b"\x12\x00\x00\x00\x17" + statement.to_bytes(4, "little") + b"\x00\x01\x00\x00\x00\x00\x01\x03\x80"
 
 
 PING = b"\x01\x00\x00\x00\x0e"
@@ -122,6 +144,36 @@ def _decode_row(payload: bytes, columns: int) -> tuple[bytes | None, ...]:
     return tuple(values)
 
 
+def _decode_executed(payload: bytes, types: list[tuple[int, bool]]) -> tuple[bytes | None, ...]:
+    """A row in the binary form, as text; `types` are those of the columns, and whether they are unsigned."""
+    at, end = 1 + (len(types) + 9) // 8, len(payload)
+    if payload[0] != 0x00 or at > end:
+        raise ProtocolViolation("bad row")
+    values: list[bytes | None] = []
+    for number, (kind, unsigned) in enumerate(types, start=2):
+        if payload[1 + number // 8] >> number % 8 & 1:
+            values.append(None)
+            continue
+        size = _WHOLE_NUMBERS.get(kind)
+        if size is None and kind not in _TEXTS:
+            raise ProtocolViolation(f"a value of type {kind}")
+        if size is None:
+            size, at = _lenenc(payload, at)
+            values.append(payload[at : at + size])
+        else:
+            number_read = int.from_bytes(payload[at : at + size], "little", signed=not unsigned)
+            values.append(b"%d" % number_read)
+        at += size
+        if at > end:
+            raise ProtocolViolation("value longer than its row")
+    if at != end:
+        raise ProtocolViolation("row longer than its values")
+    return tuple(values)
+
+
+# Column types of the binary form: how many bytes numbers have, and what begins with its length.
+_WHOLE_NUMBERS = {1: 1, 2: 2, 3: 4, 8: 8, 9: 4}
+_TEXTS = frozenset({0, 15, 246, 249, 250, 251, 252, 253, 254})
 _PLAIN_OK = b"\x07\x00\x00\x01\x00\x00\x00"
 _IDLE_OK = Ok(0, 0)
 # The OK of a ROLLBACK: no transaction is open, nothing was warned of.
@@ -147,8 +199,10 @@ def _packet(data: bytes, at: int, sequence: int) -> tuple[bytes, int]:
     return data[at + 4 : end], end
 
 
-def decode(data: bytes, at: int = 0) -> tuple[Reply, int] | None:
+def decode(data: bytes, at: int = 0, executed: bool = False) -> tuple[Reply, int] | None:
     """Return the first complete reply in `data` from `at` on, and the position after it; None: more bytes are needed.
+
+    `executed`: rows are in the binary form, as a prepared statement has them.
 
     Raises:
         ProtocolViolation: no continuation of `data` can be a reply of this protocol.
@@ -156,14 +210,40 @@ def decode(data: bytes, at: int = 0) -> tuple[Reply, int] | None:
     if len(data) - at > _MAX_REPLY:
         raise ProtocolViolation("reply too large")
     try:
-        return _decode(data, at)
+        return _decode(data, at, executed)
     except _Incomplete:
         return None
     except IndexError:
         raise ProtocolViolation("packet shorter than its content") from None
 
 
-def _decode(data: bytes, at: int) -> tuple[Reply, int]:
+def decode_prepared(data: bytes) -> tuple[Prepared | Err, int] | None:
+    """As `decode`, for the reply to `prepare`."""
+    try:
+        payload, at = _packet(data, 0, 1)
+        if payload[0] == 0xFF:
+            return _decode_err(payload, False, data[3]), at
+        if payload[0] != 0x00 or len(payload) != 12 or data[3] == 0:
+            raise ProtocolViolation("bad reply to a prepared statement")
+        sequence = 1
+        for count in (payload[7] | payload[8] << 8, payload[5] | payload[6] << 8):
+            if count > _MAX_COLUMNS:
+                raise ProtocolViolation(f"{count} columns")
+            for number in range(count + bool(count)):
+                sequence += 1
+                definition, at = _packet(data, at, sequence)
+                if definition[0] != (0x03 if number < count else 0xFE):
+                    raise ProtocolViolation("bad column definition")
+        return Prepared(int.from_bytes(payload[1:5], "little")), at
+    except _Incomplete:
+        if len(data) > _MAX_REPLY:
+            raise ProtocolViolation("reply too large") from None
+        return None
+    except IndexError:
+        raise ProtocolViolation("packet shorter than its content") from None
+
+
+def _decode(data: bytes, at: int, executed: bool) -> tuple[Reply, int]:
     payload, end = _packet(data, at, 1)
     numbered = data[at + 3]
     kind = payload[0]
@@ -177,15 +257,18 @@ def _decode(data: bytes, at: int) -> tuple[Reply, int]:
         return _decode_ok(payload), end
     if len(payload) != 1 or kind > _MAX_COLUMNS:
         raise ProtocolViolation(f"unexpected reply 0x{kind:02x}")
-    return _decode_rows(data, end, kind)
+    return _decode_rows(data, end, kind, executed)
 
 
-def _decode_rows(data: bytes, at: int, columns: int) -> tuple[Reply, int]:
+def _decode_rows(data: bytes, at: int, columns: int, executed: bool) -> tuple[Reply, int]:
     sequence = 2
+    types = []
     for _ in range(columns):
         payload, at = _packet(data, at, sequence)
         if payload[0] != 0x03:
             raise ProtocolViolation("bad column definition")
+        if executed:
+            types.append((payload[-6], bool(payload[-5] & 0x20)))
         sequence += 1
     payload, at = _packet(data, at, sequence)
     if payload[0] != 0xFE or len(payload) != 5:
@@ -201,12 +284,22 @@ def _decode_rows(data: bytes, at: int, columns: int) -> tuple[Reply, int]:
             return Rows(rows, status), at
         if payload[0] == 0xFF:
             return _decode_err(payload, True, 1), at
-        rows.append(_decode_row(payload, columns))
+        rows.append(_decode_executed(payload, types) if executed else _decode_row(payload, columns))
 
 
 _CLOCK_SIZE, _POINT = 17, ord(".")
 _SEVENTH = b"\x00\x00\x07"
 _WRITABLE_END = b"\x010\x05\x00\x00\x08\xfe"
+# Of an executed statement's row: what it has before the last value, which is a number of one of these sizes.
+_EXECUTED_SIZE, _FLAG_SIZES = 28, (8, 4, 1)
+
+
+class _Form(NamedTuple):
+    """How the replies to a table's prepared statement begin, and what stands around slot, epoch and clock."""
+
+    beginning: bytes
+    head: bytes
+    tail: bytes
 
 
 class Grants:
@@ -216,19 +309,21 @@ class Grants:
     whole teaches its beginning, and only an equal beginning uses it, so the result is the same as `decode`'s.
     """
 
-    __slots__ = ("_beginnings",)
+    __slots__ = ("_beginnings", "_forms")
 
     def __init__(self) -> None:
         self._beginnings: dict[int, bytes] = {}
+        self._forms: dict[int, _Form] = {}
 
     def clock(self, data: bytes, table: int, slot: int, unread: int) -> int:
         """The server's clock in microseconds, of a reply that is that slot's row, open, in a writable transaction.
 
-        `unread` (0 or 1) plain OKs of a ROLLBACK come before it. 0: it is anything else, or not complete.
+        `unread` (up to 2) plain OKs, of a ROLLBACK and of a setting, come before it. 0: it is anything else, or not
+        complete.
         """
-        beginning = self._beginnings.get(table << 1 | unread)
+        beginning = self._beginnings.get(table << 2 | unread)
         if beginning is None or not data.startswith(beginning):
-            self._learn(data, table, unread)
+            self._learn(data, table, unread, executed=False)
             return 0
         # Four short values, each behind its length, and the packet that ends the rows; packets 7 and 8 of the reply.
         row = data[len(beginning) :]
@@ -254,18 +349,46 @@ class Grants:
             return 0
         return int(clock)
 
-    def _learn(self, data: bytes, table: int, unread: int) -> None:
+    def clock_executed(self, data: bytes, table: int, slot: int, unread: int) -> int:
+        """As `clock`, for the table's prepared statement."""
+        form = self._forms.get(table << 2 | unread)
+        if form is None or not data.startswith(form.beginning):
+            self._learn(data, table, unread, executed=True)
+            return 0
+        row = data[len(form.beginning) :]
+        clock = row[15:25] + row[26:32]
+        if (
+            row[:10] != form.head + slot.to_bytes(4, "little")
+            or row[10:14] == b"\x00\x00\x00\x00"
+            or row[14:15] != b"\x11"
+            or row[25:26] != b"."
+            or not clock.isdigit()
+            or row[32:-4] != form.tail
+            or row[-2] & (IN_TRANSACTION | _MORE_RESULTS) != IN_TRANSACTION
+        ):
+            return 0
+        return int(clock)
+
+    def _learn(self, data: bytes, table: int, unread: int, *, executed: bool) -> None:
         """Remember how a table's replies begin, by one that is complete; the next one is found by it."""
-        if unread > 1 or (unread and data[:11] != _ROLLED_BACK):
+        if unread > 2 or not data.startswith(_ROLLED_BACK * unread):
             return
         try:
-            found = decode(data, 11 * unread)
+            found = decode(data, 11 * unread, executed)
         except ProtocolViolation:
             return
         if found is None or found[1] != len(data) or not isinstance(found[0], Rows) or len(found[0].rows) != 1:
             return
-        row = sum(1 + len(value or b"") for value in found[0].rows[0])
-        self._beginnings[table << 1 | unread] = data[: len(data) - 9 - 4 - row]
+        if not executed:
+            row = sum(1 + len(value or b"") for value in found[0].rows[0])
+            self._beginnings[table << 2 | unread] = data[: len(data) - 9 - 4 - row]
+            return
+        for flag in _FLAG_SIZES:
+            head = bytes((_EXECUTED_SIZE + flag, 0, 0, 7, 0, 0))
+            at = len(data) - 9 - 4 - _EXECUTED_SIZE - flag
+            if data[at : at + 6] == head:
+                tail = bytes(flag) + b"\x05\x00\x00\x08\xfe"
+                self._forms[table << 2 | unread] = _Form(data[:at], head, tail)
 
 
 class ReplyReader:
@@ -280,19 +403,32 @@ class ReplyReader:
         """Add what was received."""
         self.data = self.data + data if self.data else data
 
-    def next(self) -> Reply | None:
-        """Return and forget the next complete reply, or None.
+    def next(self, executed: bool = False) -> Reply | None:
+        """Return and forget the next complete reply, or None; `executed` as `decode` has it.
 
         Raises:
             ProtocolViolation: as `decode`.
         """
         if not self.data:
             return None
-        found = decode(self.data)
+        found = decode(self.data, 0, executed)
         if found is None:
             return None
         reply, end = found
         self.data = self.data[end:] if end < len(self.data) else b""
+        return reply
+
+    def next_executed(self) -> Reply | None:
+        """As `next`, where rows are in the binary form."""
+        return self.next(executed=True)
+
+    def next_prepared(self) -> Prepared | Err | None:
+        """As `next`, for the reply to `prepare`."""
+        found = decode_prepared(self.data)
+        if found is None:
+            return None
+        reply, end = found
+        self.data = self.data[end:]
         return reply
 
     def next_ok(self) -> Ok | None:

@@ -28,6 +28,9 @@ class Wire:
 
     __slots__ = ("_bound", "_kernel", "_least", "sock")
 
+    prepares = True
+    """Whether statements can be prepared at the other end."""
+
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self._kernel = type(sock) is socket.socket and type(sock).__module__ == "socket"

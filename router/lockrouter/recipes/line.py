@@ -6,7 +6,9 @@ SELECT shows all of them. The steps of `Line.enter`:
 1. In the process, callers queue first-in first-out; only the head goes to the shard.
 2. The head looks. It may take a permit when more permits are free than waiters of other processes are older than it.
 3. Else it takes a place in the queue: a short lease, whose token, made of the server's clock, says since when it waits.
-   It looks again with a jittered pause until it is its turn, and gives the place up with its permit, or its deadline.
+   It looks again until it is its turn, and gives the place up with its permit, or its deadline. A permit that comes
+   back in this process wakes it at once; between two looks it lets pass a part of the time it has waited already, more
+   where many are before it, and never more than until a permit expires.
 
 So no waiter starves: whoever came later, in whatever process, comes later. A waiter that died holds its place for
 `PLACE_TTL` seconds at most, a holder that died its permit for one ttl. Where `permits` was lowered, what is held beyond
@@ -23,7 +25,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from lockrouter.backoff import jittered
-from lockrouter.deadline import Deadline, now
+from lockrouter.deadline import GRACE, Deadline, now
 from lockrouter.errors import InvalidKey
 from lockrouter.protocol.effects import Waiter
 from lockrouter.recipes.own import Held, Kind, OwnLease, Place, holders, take
@@ -38,9 +40,14 @@ PLACES = 64
 """Processes that can queue for one semaphore in order; where there are more, the others try for a place at random."""
 PLACE_TTL = 1.5
 
-_POLL = 0.02
+_POLL = 0.004
 _SLOWEST_POLL = 0.25
+_AFTER_FREE = 0.002
+_PART = 8
+"""Of the time a caller has waited, this part may pass until it looks again."""
 _COUNT_AGAIN = 1.0
+_LOOK_AGAIN = 1.0
+"""Seconds after which a caller looks whether it is the head of the queue: an interrupt may have cost it its wake-up."""
 
 _lines: weakref.WeakValueDictionary[tuple[int, bytes], Line] = weakref.WeakValueDictionary()
 _lines_lock = threading.Lock()
@@ -55,10 +62,26 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-class _Waiting(NamedTuple):
-    """A caller in the process's queue."""
+class _Waiting:
+    """A caller in the process's queue, as long as its call lasts, however that ends."""
 
-    waiter: Waiter
+    __slots__ = ("__weakref__", "waiter")
+
+    def __init__(self) -> None:
+        self.waiter = Waiter()
+
+
+class _Seen(NamedTuple):
+    """What one look at the shard says to one caller."""
+
+    permit: Place | None
+    """One that is the caller's to take."""
+    before: int
+    """How many waiters are before it."""
+    places: list[Place]
+    """Those in the queue that are free."""
+    expiry: float
+    """Seconds until the first of the permits is to be had, unless it is renewed."""
 
 
 class Line:
@@ -73,7 +96,7 @@ class Line:
         self.base = Place(core, Kind.PERMIT, name)
         self._generation = core.generation
         self._lock = threading.Lock()
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[weakref.ref[_Waiting]] = deque()
         self._places = [self.base.part(b"\0q%d" % number) for number in range(PLACES)]
         self._permits: list[Place] = []
         self._beyond = 0
@@ -91,48 +114,61 @@ class Line:
 
     def hint(self) -> None:
         """A permit may be free: the head of the queue looks at once."""
-        with self._lock:
-            head = self._queue[0] if self._queue else None
+        head = self._head()
         if head is not None:
             head.waiter.wake()
+
+    def _head(self) -> _Waiting | None:
+        with self._lock:
+            while self._queue:
+                head = self._queue[0]()
+                if head is not None:
+                    return head
+                del self._queue[0]
+            return None
 
     def enter(self, permits: int, ttl: float, deadline: Deadline) -> OwnLease | None:
         """Take a permit in turn; None at the deadline."""
         self.core.ready()
-        me = _Waiting(Waiter())
-        with self._lock:
-            if deadline.timeout <= 0 and self._queue:
-                return None
-            self._queue.append(me)
+        if deadline.timeout <= 0 and self._head() is not None:
+            return None
+        me = _Waiting()
+        place = weakref.ref(me)
         try:
-            # Never empty here: nobody but this caller takes it out.
-            while self._queue[0] is not me:
-                if not me.waiter.wait(deadline.at) and deadline.left() <= 0:
+            with self._lock:
+                self._queue.append(place)
+            while self._head() is not me:
+                if deadline.left() <= 0:
                     return None
+                me.waiter.wait(min(deadline.at, now() + _LOOK_AGAIN))
             return self._lead(me, permits, ttl, deadline)
         finally:
             with self._lock:
-                self._queue.remove(me)
+                if place in self._queue:
+                    self._queue.remove(place)
             self.hint()
 
     def _lead(self, me: _Waiting, permits: int, ttl: float, deadline: Deadline) -> OwnLease | None:
         """As the head of the process's queue: look, and take a permit when it is this process's turn."""
         ticket: OwnLease | None = None
+        began = now()
         try:
             while True:
                 if ticket is not None and ticket.lost:
                     ticket = None
-                chosen, behind = self._look(permits, ticket, self._patience(deadline))
-                if chosen is not None:
-                    lease = take(chosen, ttl=ttl)
+                until = self._patience(deadline)
+                seen = self._look(permits, ticket, until)
+                if seen.permit is not None:
+                    lease = take(seen.permit, ttl=ttl, until=until + GRACE)
                     if lease is not None:
                         return lease
                 if deadline.left() <= 0:
                     return None
-                if ticket is None:
-                    ticket = self._queue_up()
-                pause = jittered(min(_SLOWEST_POLL, _POLL * (1 + behind)))
-                me.waiter.wait(min(deadline.at, now() + pause))
+                if ticket is None and seen.places:
+                    # Its token, not its number, says who came first.
+                    ticket = take(random.choice(seen.places), ttl=PLACE_TTL, until=until + GRACE)
+                pause = max(_POLL, (now() - began) / _PART) * (1 + seen.before // permits)
+                me.waiter.wait(min(deadline.at, now() + min(jittered(min(pause, _SLOWEST_POLL)), seen.expiry)))
         finally:
             if ticket is not None:
                 ticket.drop()
@@ -142,8 +178,8 @@ class Line:
         least = now() + self.core.config.pool.connect_timeout
         return deadline.at if deadline.timeout > 0 else least
 
-    def _look(self, permits: int, ticket: OwnLease | None, until: float) -> tuple[Place | None, int]:
-        """The permit that is this caller's to take, if any, and how many waiters are before it."""
+    def _look(self, permits: int, ticket: OwnLease | None, until: float) -> _Seen:
+        """What is free, and who is before this caller; one question to the shard."""
         while len(self._permits) < permits:
             self._permits.append(self.base.part(b"\0p%d" % len(self._permits)))
         wanted = self._permits[:permits]
@@ -151,8 +187,14 @@ class Line:
         free = [place for place in wanted if place.digest not in seen]
         before = sum(self._is_before(seen.get(place.digest), ticket) for place in self._places)
         free = free[: max(0, len(free) - self._held_beyond(permits))] if free else free
-        # Those who may have one take different ones, more often than not.
-        return (random.choice(free[before:]) if before < len(free) else None), before
+        left = [seen[place.digest].left for place in wanted if place.digest in seen]
+        return _Seen(
+            # Those who may have one take different ones, more often than not.
+            permit=random.choice(free[before:]) if before < len(free) else None,
+            before=before,
+            places=[place for place in self._places if place.digest not in seen],
+            expiry=min(left, default=_SLOWEST_POLL) + self.core.config.router.clock_skew + _AFTER_FREE,
+        )
 
     def _is_before(self, other: Held | None, ticket: OwnLease | None) -> bool:
         if other is None or (ticket is not None and other.owner == ticket.holder[0]):
@@ -165,9 +207,3 @@ class Line:
             self._beyond = self.base.count_parts(b"\0p", permits)
             self._counted_for, self._counted_at = permits, now()
         return self._beyond
-
-    def _queue_up(self) -> OwnLease | None:
-        """Take a free place in the queue across processes; its token, not its number, says who came first."""
-        seen = holders(self.base, self._places)
-        free = [place for place in self._places if place.digest not in seen]
-        return take(random.choice(free), ttl=PLACE_TTL) if free else None

@@ -7,11 +7,11 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from lockrouter.errors import LossReason, TopologyMismatch
+from lockrouter.errors import LossReason
 from lockrouter.leases.handle import Lease, checked_ttl
 from lockrouter.leases.rows import Kind, digest
-from lockrouter.protocol.packets import Ok, Reply, Rows
-from lockrouter.recipes.talk import Refused, patience, talk
+from lockrouter.recipes.home import Home
+from lockrouter.recipes.talk import Refused, patience
 from lockrouter.routing import encode
 from lockrouter.sql import recipes as sql
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from lockrouter.config import ResolvedClass
     from lockrouter.core import Core
     from lockrouter.routing import Address
-    from lockrouter.shard import Shard
 
 __all__ = ["Held", "Kind", "OwnLease", "Place", "holder_of", "holders", "take"]
 
@@ -74,17 +73,22 @@ class OwnLease(Lease):
         if reason is None:
             place = (entry.row.bucket, entry.row.k)
             packet = sql.end_lease(entry.table, place, self.holder, int(at_least * 1e6))
-            reply = _ask(entry.shard, packet, commit=True)
+            home = Home(self._leases.shards, entry.shard, entry.row.bucket)
+            until = patience(entry.shard, self._leases.config.router.timeout)
+            try:
+                ended = home.change([packet], until)
+            except Refused as refused:
+                raise refused.as_shard_error(home.shard) from None
             # Asked again after a lost reply, the statement finds nothing left to change.
-            if not (isinstance(reply, Ok) and reply.affected) and not self._has_the_row():
+            if not ended and not self._has_the_row(home, until):
                 reason = LossReason.STOLEN
         if reason is not None:
             raise self._lost_error(reason)
 
-    def _has_the_row(self) -> bool:
+    def _has_the_row(self, home: Home, until: float) -> bool:
         row, (owner, token) = self._entry.row, self.holder
-        reply = _ask(self._entry.shard, sql.open_leases(self._entry.table, row.bucket, [row.k]))
-        return isinstance(reply, Rows) and [found[1:3] for found in reply.rows] == [(owner, b"%d" % token)]
+        rows = home.rows(sql.open_leases(self._entry.table, row.bucket, [row.k]), until)
+        return [found[1:3] for found in rows] == [(owner, b"%d" % token)]
 
     def drop(self) -> None:
         """Give it up without waiting for the shard: the background frees its row."""
@@ -104,7 +108,7 @@ class Place:
         self.name = name
         raw = encode(name)
         self.address: Address = address or core.routing.route(raw)
-        self.shard: Shard = core.shards[self.address.shard]
+        self.home = Home(core.shards, core.shards[self.address.shard], self.address.bucket)
         self.key = raw + part
         self.digest = digest(core.config.topology.name, kind, self.key)
         self.shown = core.shown(raw)
@@ -116,15 +120,16 @@ class Place:
     def count_parts(self, prefix: bytes, least: int) -> int:
         """How many leases of this name are held whose part is the prefix and a number of `least` or more."""
         begins = self.key + prefix
-        rows = _rows(self, _ask(self.shard, sql.leases_of_kind(self.address.table, self.address.bucket, self.kind)))
+        rows = _read(self, sql.leases_of_kind(self.address.table, self.address.bucket, self.kind), None)
         parts = [held.key.removeprefix(begins) for held in rows.values() if held.key.startswith(begins)]
         return sum(part.isdigit() and int(part) >= least for part in parts)
 
 
-def take(place: Place, *, ttl: float, rule: ResolvedClass | None = None) -> OwnLease | None:
+def take(place: Place, *, ttl: float, rule: ResolvedClass | None = None, until: float | None = None) -> OwnLease | None:
     """The lease, kept alive until it is released, if it is free now; None: somebody holds it.
 
-    Its payload says to operators, and to who is kept out, which process has it.
+    Its payload says to operators, and to who is kept out, which process has it. The shard must answer until `until`;
+    None: within `connect_timeout`.
 
     Raises:
         ShardError: the shard does not answer.
@@ -140,6 +145,7 @@ def take(place: Place, *, ttl: float, rule: ResolvedClass | None = None) -> OwnL
         address=place.address,
         name=place.name,
         make=OwnLease,
+        until=until,
     )
     assert lease is None or isinstance(lease, OwnLease)
     return lease
@@ -152,7 +158,7 @@ def holders(base: Place, places: Sequence[Place], until: float | None = None) ->
         ShardError: the shard does not answer.
     """
     wanted = sql.open_leases(base.address.table, base.address.bucket, [place.digest for place in places])
-    return _rows(base, _ask(base.shard, wanted, until))
+    return _read(base, wanted, until)
 
 
 def holder_of(place: Place) -> Held | None:
@@ -160,19 +166,11 @@ def holder_of(place: Place) -> Held | None:
     return holders(place, [place]).get(place.digest)
 
 
-def _ask(shard: Shard, packet: bytes, until: float | None = None, *, commit: bool = False) -> Reply:
-    try:
-        return talk(shard, [packet], until or patience(shard, shard.config.router.timeout), commit=commit)[0]
-    except Refused as refused:
-        raise refused.as_shard_error(shard) from None
-
-
-def _rows(place: Place, reply: Reply) -> dict[bytes, Held]:
-    if not isinstance(reply, Rows):
-        raise TopologyMismatch("the shard's answer is no rows", shard=place.shard.id)
-    found = {}
-    skew = place.core.config.router.clock_skew
-    for k, owner, token, left, key, payload in reply.rows:
+def _read(place: Place, packet: bytes, until: float | None) -> dict[bytes, Held]:
+    home, skew, found = place.home, place.core.config.router.clock_skew, {}
+    for k, owner, token, left, key, payload in home.rows(
+        packet, until or patience(home.shard, place.core.config.router.timeout)
+    ):
         seconds = int(left or 0) / 1e6
         if owner and seconds + skew > 0:
             found[k or b""] = Held(owner, int(token or 0), seconds, key or b"", payload or b"")

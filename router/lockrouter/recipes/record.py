@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockrouter.backoff import jittered
 from lockrouter.deadline import now
-from lockrouter.errors import KeyCollision, LockLost, ShardError, TopologyMismatch
-from lockrouter.protocol.packets import Ok, Rows
+from lockrouter.errors import KeyCollision, LockLost, ShardError
+from lockrouter.recipes.home import Home
 from lockrouter.recipes.own import OwnLease
 from lockrouter.recipes.talk import Refused, patience, talk
 from lockrouter.routing import encode
@@ -19,6 +19,7 @@ from lockrouter.sql import recipes as sql
 
 if TYPE_CHECKING:
     from lockrouter.core import Core
+    from lockrouter.shard import Shard
 
 __all__ = ["MAX_RESULT", "Record"]
 
@@ -47,10 +48,15 @@ class Record:
         self.raw = encode(key)
         self.shown = core.shown(self.raw)
         self.address = core.routing.route(self.raw)
-        self.shard = core.shards[self.address.shard]
+        self.home = Home(core.shards, core.shards[self.address.shard], self.address.bucket)
         self.digest = blake2b(self.raw, digest_size=16, key=core.config.topology.name.encode()).digest()
         # Whether a record whose time is over lies in the way.
         self.stale = False
+
+    @property
+    def shard(self) -> Shard:
+        """Where it is, as far as is known."""
+        return self.home.shard
 
     def until(self) -> float:
         """When a statement sent now must have been answered."""
@@ -61,15 +67,10 @@ class Record:
 
         Raises:
             KeyCollision: it is another key's.
-            ShardError: the shard does not answer, or does not know of the key's bucket.
+            ShardError: the shard does not answer, or the key's bucket is nowhere that this map lists.
         """
-        try:
-            (reply,) = talk(self.shard, [sql.read_result(self.address.bucket, self.digest)], self.until())
-        except Refused as refused:
-            raise refused.as_shard_error(self.shard) from None
-        if not isinstance(reply, Rows) or not reply.rows or reply.rows[0][0] in (b"0", None):
-            raise TopologyMismatch(f"bucket {self.address.bucket} is closed on this shard", shard=self.shard.id)
-        _, text, state, alive, owner, token, result = reply.rows[0]
+        (row,) = self.home.rows(sql.read_result(self.address.bucket, self.digest), self.until())
+        text, state, alive, owner, token, result = row
         if text is None:
             self.stale = False
             return None
@@ -129,14 +130,13 @@ class Record:
         place, holder = (self.address.bucket, lease.digest), lease.holder
         insert = sql.store_result(self.address.table, place, holder, (self.digest, self.raw), int(keep * 1e6), text)
         try:
-            reply = talk(self.shard, [*first, insert], self.until(), commit=True)[-1]
+            return self.home.change([*first, insert], self.until())
         except Refused as refused:
             if refused.code != _DUPLICATE:
                 raise refused.as_shard_error(self.shard) from None
             # Ours, if the reply to an earlier COMMIT was lost; anybody else's stays as it is.
             there = self.read()
             return there is not None and (there.owner, there.token) == holder
-        return isinstance(reply, Ok) and reply.affected == 1
 
     def claimed(self) -> bool:
         """True while somebody's transaction is claiming the record."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockrouter.acquire import as_shard_error
 from lockrouter.deadline import GRACE, now
 from lockrouter.errors import RouterClosed, ShardError, ShardUnavailable
-from lockrouter.pool import Exhausted, PoolClosed
+from lockrouter.pool import Borrower, Exhausted, PoolClosed
 from lockrouter.protocol.effects import WAIT, Operation, drive
 from lockrouter.protocol.packets import Err, Ok, Reply
 from lockrouter.session import Answered, Gone, Session, Silent, State, driver_error
@@ -67,7 +68,8 @@ def talk(shard: Shard, packets: Sequence[bytes], until: float, *, commit: bool =
 
 
 def _talk(shard: Shard, packets: Sequence[bytes], until: float, *, commit: bool) -> Operation[list[Reply]]:
-    session = yield from _check_out(shard, until)
+    borrower = Borrower()
+    session = yield from _check_out(shard, until, weakref.ref(borrower))
     try:
         yield from _rights(shard, session, until)
         replies: list[Reply] = []
@@ -92,16 +94,17 @@ def _talk(shard: Shard, packets: Sequence[bytes], until: float, *, commit: bool)
         shard.pool.give_back(session)
 
 
-def _check_out(shard: Shard, until: float) -> Operation[Session]:
+def _check_out(shard: Shard, until: float, borrower: object) -> Operation[Session]:
     """A session of the pool; one beyond its size where that stays exhausted: its holders may be waiting for us."""
     try:
-        return (yield from shard.pool.check_out(min(until, now() + shard.config.pool.connect_timeout)))
+        soon = min(until, now() + shard.config.pool.connect_timeout)
+        return (yield from shard.pool.check_out(soon, borrower=borrower))
     except Exhausted:
         pass
     try:
-        return (yield from shard.pool.check_out(until, beyond=True))
+        return (yield from shard.pool.check_out(until, beyond=True, borrower=borrower))
     except Exhausted:
-        return (yield from shard.pool.check_out(until))
+        return (yield from shard.pool.check_out(until, borrower=borrower))
 
 
 def _rights(shard: Shard, session: Session, until: float) -> Operation[None]:

@@ -16,7 +16,7 @@ from lockrouter.protocol.packets import query
 from lockrouter.sql.statements import MYSQL, Dialect
 from lockrouter.tokens import EPOCH_US
 
-__all__ = ["BEGIN", "COMMIT", "Wanted", "bucket_state", "find", "find_unlocked", "free", "keep", "owners", "take"]
+__all__ = ["BEGIN", "COMMIT", "Wanted", "find", "find_unlocked", "free", "keep", "owners", "take"]
 
 _NOW = b"CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS SIGNED)"
 _TERM = b"(SELECT m.term FROM lock_meta AS m WHERE m.id = 1)"
@@ -72,7 +72,8 @@ def take(dialect: Dialect, table: int, rows: Sequence[Wanted], skew_us: int) -> 
     Free: released; or expired for `skew_us`, and the present term older than the row's ttl: after a failover only the
     holder goes on. The assignments are carried out in order: those that ask whether the row is free come first, `owner`
     is the last of them; those after it ask whether the owner is the new one, whose id no other acquisition has.
-    Repeated after a lost reply it finds its own owner, keeps its token, and at most prolongs.
+    Repeated after a lost reply it finds its own owner, keeps its token and the time it was acquired, and at most
+    prolongs.
     """
     t = b"lease_%02d" % table
     free_now = (
@@ -87,8 +88,8 @@ def take(dialect: Dialect, table: int, rows: Sequence[Wanted], skew_us: int) -> 
         b"(SELECT %b AS now, %b AS token, %b AS since) AS c STRAIGHT_JOIN %b" % (_NOW, _TOKEN, _TERM_STARTED, source),
         b" STRAIGHT_JOIN lock_bucket AS b ON b.bucket = v.bucket AND b.epoch > 0 LOCK IN SHARE MODE",
         b" ON DUPLICATE KEY UPDATE token = IF(%b, GREATEST(%b.token + 1, c.token), %b.token)" % (free_now, t, t),
+        b", acquired = IF(%b, c.now, %b.acquired)" % (free_now, t),
         b", owner = IF(%b, v.owner, %b.owner)" % (free_now, t),
-        b", acquired = IF(%b, c.now, %b.acquired)" % (mine, t),
         b", payload = IF(%b, v.payload, %b.payload)" % (mine, t),
         b", ttl = IF(%b, v.ttl, %b.ttl)" % (mine, t),
         b", expires = IF(%b, GREATEST(%b.expires, c.now + v.ttl), %b.expires)" % (mine, t, t),
@@ -147,8 +148,3 @@ def find_unlocked(table: int, rows: Sequence[Wanted]) -> bytes:
 
 
 BEGIN, COMMIT = query(b"START TRANSACTION"), query(b"COMMIT")
-
-
-def bucket_state(bucket: int) -> bytes:
-    """The packet that reads whether a bucket is this shard's and open, and where it went if not."""
-    return query(b"SELECT epoch, moved_to FROM lock_bucket WHERE bucket = %d" % bucket)

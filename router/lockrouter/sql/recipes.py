@@ -18,6 +18,7 @@ __all__ = [
     "COMMIT",
     "DONE",
     "FILL_RESULT",
+    "FIRST_OPEN_BUCKET",
     "LOOK_AT_RESULT",
     "STALE_MARKERS",
     "STALE_RESULTS",
@@ -51,9 +52,9 @@ def _hex(data: bytes) -> str:
 
 
 def read_result(bucket: int, digest: bytes) -> bytes:
-    """The packet that reads a stored result: bucket's epoch, key_text, state, alive, owner, token, result."""
+    """The packet that reads a result: the bucket's epoch and moved_to, key_text, state, alive, owner, token, result."""
     return query(
-        f"SELECT b.epoch, o.key_text, o.state, o.keep_until > {_NOW}, o.owner, o.token, o.result"
+        f"SELECT b.epoch, b.moved_to, o.key_text, o.state, o.keep_until > {_NOW}, o.owner, o.token, o.result"
         f" FROM lock_bucket b LEFT JOIN once o ON o.k = {_hex(digest)} WHERE b.bucket = {bucket}".encode()
     )
 
@@ -121,27 +122,34 @@ def end_lease(table: int, place: tuple[int, bytes], holder: tuple[bytes, int], l
     bucket, digest = place
     owner, token = holder
     return query(
-        f"UPDATE lease_{table:02d} SET ttl = 0, expires = GREATEST(acquired + {least_us}, {_NOW})"
-        f" WHERE bucket = {bucket} AND k = {_hex(digest)} AND owner = {_hex(owner)} AND token = {token}"
-        f" AND expires > {_NOW}".encode()
+        f"UPDATE lock_bucket b STRAIGHT_JOIN lease_{table:02d} l ON l.bucket = b.bucket AND l.k = {_hex(digest)}"
+        f" SET l.ttl = 0, l.expires = GREATEST(l.acquired + {least_us}, {_NOW})"
+        f" WHERE b.bucket = {bucket} AND b.epoch > 0 AND l.owner = {_hex(owner)} AND l.token = {token}"
+        f" AND l.expires > {_NOW}".encode()
+    )
+
+
+def _leases(table: int, bucket: int, condition: str) -> bytes:
+    return query(
+        "SELECT b.epoch, b.moved_to,"
+        f" l.k, l.owner, l.token, CAST(l.expires AS SIGNED) - CAST({_NOW} AS SIGNED), l.key_text, l.payload"
+        f" FROM lock_bucket b LEFT JOIN lease_{table:02d} l ON l.bucket = {bucket} AND {condition}"
+        f" WHERE b.bucket = {bucket}".encode()
     )
 
 
 def open_leases(table: int, bucket: int, digests: Sequence[bytes]) -> bytes:
-    """The packet that reads some leases of a bucket: k, owner, token, microseconds left, key_text, payload."""
-    listed = ", ".join(map(_hex, digests))
-    return query(
-        f"SELECT k, owner, token, CAST(expires AS SIGNED) - CAST({_NOW} AS SIGNED), key_text, payload"
-        f" FROM lease_{table:02d} WHERE bucket = {bucket} AND k IN ({listed})".encode()
-    )
+    """The packet that reads some leases of a bucket.
+
+    Columns: the bucket's epoch and moved_to; then, NULL if none is there, k, owner, token, microseconds left, key_text,
+    payload.
+    """
+    return _leases(table, bucket, f"l.k IN ({', '.join(map(_hex, digests))})")
 
 
 def leases_of_kind(table: int, bucket: int, kind: int) -> bytes:
     """The packet that reads all leases of one kind in a bucket, whatever their keys; columns as in `open_leases`."""
-    return query(
-        f"SELECT k, owner, token, CAST(expires AS SIGNED) - CAST({_NOW} AS SIGNED), key_text, payload"
-        f" FROM lease_{table:02d} WHERE bucket = {bucket} AND kind = {kind}".encode()
-    )
+    return _leases(table, bucket, f"l.kind = {kind}")
 
 
 def stale_leases(table: int) -> str:
@@ -159,6 +167,9 @@ def sweep_lease(table: int) -> str:
         f" AND expires + :age <= {_NOW} AND {_GRANTED} + :age <= {_NOW}"
     )
 
+
+FIRST_OPEN_BUCKET = "SELECT MIN(bucket) AS bucket FROM lock_bucket WHERE epoch > 0"
+"""Reads in which bucket the sweepers of a shard elect one of them: its first, whatever the map says; NULL: none."""
 
 STALE_RESULTS = f"SELECT k, keep_until <= {_NOW} AS stale FROM once WHERE k > :k ORDER BY k LIMIT :page"
 """Reads `:page` results after `:k`, and says which have been kept for as long as they were to be."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lockrouter.protocol.packets import query
+from lockrouter.protocol.packets import Reply, Rows, query
 
-__all__ = ["MARIADB", "MYSQL", "Dialect", "dialect_of"]
+__all__ = ["MARIADB", "MYSQL", "Dialect", "bucket_state", "dialect_of", "read_bucket"]
 
-_GRANT_COLUMNS = b"slot, epoch, UNIX_TIMESTAMP(SYSDATE(6)), @@global.read_only"
+_CHECK_COLUMNS = b"UNIX_TIMESTAMP(SYSDATE(6)), @@global.read_only"
+_GRANT_COLUMNS = b"slot, epoch, " + _CHECK_COLUMNS
 _META = (
     "m.topology, m.protocol, m.fingerprint, m.epoch, m.term, m.term_identity, m.server_started, m.clock_high, m.drained"
 )
@@ -48,6 +49,9 @@ class Dialect:
     row_session: str
     control_session: str
     transaction_session: str
+    bound_form: bytes
+    check_form: bytes
+    prepared_count: str
     identity: str
     uptime: str
     roles: str
@@ -66,6 +70,20 @@ class Dialect:
     def lock_text(self) -> str:
         """The locking statement as a format of milliseconds, table, slot and tag: what other clients send for it."""
         return (self.lock_form + b"%10d" + self.lock_tail + b" /* %s */").decode("ascii")
+
+    def prepared_lock(self, table: int) -> bytes:
+        """The text of a table's locking statement for any slot; it waits for as long as `bind` has said."""
+        return b"SELECT " + _GRANT_COLUMNS + b" FROM lock_%02d WHERE slot = ? FOR UPDATE" % table
+
+    def bind(self, bound_ms: int) -> bytes:
+        """The packet that bounds every later statement of a session that has no bound of its own."""
+        return query(self.bound_form % bound_ms)
+
+    def check(self) -> bytes:
+        """The packet that proves, by IN_TRANS in its reply, that the session's transaction is alive, and reads the
+        server's clock and role again.
+        """
+        return query(self.check_form)
 
     def try_lock(self, table: int, slot: int, tag: bytes, shared: bool = False) -> bytes:
         """The packet that takes a row at once or says busy; a metadata lock ends it after 50 ms."""
@@ -95,10 +113,12 @@ class Dialect:
         return query(self.transaction_session.format(**values).encode())
 
     def whoami(self) -> bytes:
-        """Connection id, server identity, start of the server, and what the database says of the topology."""
+        """Connection id, server identity, start of the server, what the database says of the topology, and whether the
+        server has more than half of its prepared statements left.
+        """
         return query(
-            f"SELECT CONNECTION_ID(), {self.identity}, UNIX_TIMESTAMP(NOW()) - {self.uptime}, "
-            f"m.protocol, m.fingerprint FROM lock_meta m".encode()
+            f"SELECT CONNECTION_ID(), {self.identity}, UNIX_TIMESTAMP(NOW()) - {self.uptime}, m.protocol, "
+            f"m.fingerprint, 2 * ({self.prepared_count}) < @@global.max_prepared_stmt_count FROM lock_meta m".encode()
         )
 
     def control_read(self) -> bytes:
@@ -128,6 +148,10 @@ MYSQL = Dialect(
     "lock_wait_timeout = 1, innodb_lock_wait_timeout = 1, wait_timeout = {ghost}",
     transaction_session="SET SESSION autocommit = 0, transaction_isolation = '{isolation}', time_zone = '{zone}', "
     "lock_wait_timeout = {wait}, innodb_lock_wait_timeout = {wait}, wait_timeout = {idle}",
+    bound_form=b"SET SESSION max_execution_time = %d",
+    check_form=b"SELECT /*+ MAX_EXECUTION_TIME(30000) */ " + _CHECK_COLUMNS,
+    prepared_count="SELECT VARIABLE_VALUE FROM performance_schema.global_status "
+    "WHERE VARIABLE_NAME = 'Prepared_stmt_count'",
     identity="@@server_uuid",
     uptime="(SELECT VARIABLE_VALUE FROM performance_schema.global_status WHERE VARIABLE_NAME = 'Uptime')",
     roles="@@global.super_read_only, @@global.innodb_read_only, "
@@ -162,6 +186,10 @@ MARIADB = Dialect(
     "lock_wait_timeout = 1, innodb_lock_wait_timeout = 1, wait_timeout = {ghost}",
     transaction_session="SET SESSION autocommit = 0, tx_isolation = '{isolation}', time_zone = '{zone}', "
     "lock_wait_timeout = {wait}, innodb_lock_wait_timeout = {wait}, idle_transaction_timeout = {idle}",
+    bound_form=b"SET SESSION max_statement_time = %de-3",
+    check_form=b"SET STATEMENT max_statement_time = 30 FOR SELECT " + _CHECK_COLUMNS,
+    prepared_count="SELECT VARIABLE_VALUE FROM information_schema.GLOBAL_STATUS "
+    "WHERE VARIABLE_NAME = 'PREPARED_STMT_COUNT'",
     identity="CONCAT(@@server_uid, ' ', @@server_id, ' ', @@hostname)",
     uptime="(SELECT VARIABLE_VALUE FROM information_schema.GLOBAL_STATUS WHERE VARIABLE_NAME = 'UPTIME')",
     roles="",
@@ -172,9 +200,6 @@ def dialect_of(server_version: str) -> Dialect:
     """Return the dialect of a server by the version string of its handshake."""
     return MARIADB if "mariadb" in server_version.lower() else MYSQL
 
-
-CHECK = query(b"SELECT UNIX_TIMESTAMP(SYSDATE(6)), @@global.read_only")
-"""Proves, by IN_TRANS in its reply, that the session's transaction is alive, and reads the clock again."""
 
 SYSDATE_MOVES = query(b"SELECT SYSDATE(6), SLEEP(0.001), SYSDATE(6)")
 """The two clocks differ unless the server runs with --sysdate-is-now, whose clock is useless for tokens."""
@@ -242,8 +267,19 @@ def read_marker(dialect: Dialect, marker: bytes, seconds: float) -> bytes:
 
 
 def read_bucket(bucket: int) -> bytes:
-    """The packet that asks a shard where a bucket went that it no longer has."""
-    return query(b"SELECT moved_to FROM lock_bucket WHERE bucket = %d" % bucket)
+    """The packet that asks a shard whether it has a bucket, open, and where it went if not."""
+    return query(b"SELECT epoch, moved_to FROM lock_bucket WHERE bucket = %d" % bucket)
+
+
+def bucket_state(reply: Reply) -> tuple[bool, str]:
+    """Whether the bucket that was asked for is open there, and the shard it went to, "" if none is known.
+
+    Of `read_bucket`, and of every statement that reads the same columns first.
+    """
+    if not isinstance(reply, Rows) or not reply.rows:
+        return False, ""
+    epoch, moved_to = reply.rows[0][:2]
+    return epoch not in (b"0", None), (moved_to or b"").decode("ascii", "replace")
 
 
 LEASE_SESSION = query(b"SET SESSION wait_timeout = 3600")
