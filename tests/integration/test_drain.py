@@ -47,7 +47,7 @@ def commanded(cluster: Cluster, *more: str, admin: bool = True) -> tuple[int, st
 def test_it_waits_for_holders_of_every_kind_and_keeps_leases(
     cluster: Cluster, routers: Routers, server: Observer, router: LockRouter, other: LockRouter
 ) -> None:
-    keys = keys_on(router, SHARD, 6, prefix="drain")
+    keys = keys_on(router, SHARD, 7, prefix="drain")
     lease = router.lease(keys[5], ttl=2, timeout=5)
     together = router.lock_all(keys[2:4], timeout=5)
     alone = router.lock(keys[0], timeout=5)
@@ -61,7 +61,7 @@ def test_it_waits_for_holders_of_every_kind_and_keeps_leases(
         assert int(server.meta("clock_high")) < server.clock_us()
         for one in (router, other, routers.make()):
             with pytest.raises(ShardUnavailable, match="drained"):
-                one.lock(keys[1], timeout=1)
+                one.lock(keys[6], timeout=1)
         with pytest.raises(ShardUnavailable, match="drained"):
             other.lease(keys[0], ttl=5, timeout=1)
         assert draining.is_alive()

@@ -162,6 +162,8 @@ class Replicated:
             "log-bin": "binlog",
             "bind-address": "127.0.0.1" if self.net is None else "0.0.0.0",
             "report-host": self.host(index),
+            # Many servers on one machine use up what the kernel has for it.
+            "innodb-use-native-aio": "OFF",
         }
 
     def replicate(self) -> None:
