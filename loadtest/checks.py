@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from typing import Any
 
 from locust import events
 from locust.env import Environment
+from locust.exception import StopUser
 from locust.runners import LocalRunner, MasterRunner
 
 from lockrouter import RowLock
@@ -31,6 +33,8 @@ class Exclusion:
         """Have Locust's events join, close and judge the proof."""
         self._n = n
         self._proof: Proof | None = None
+        self._over = False
+        self._inside = 0
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         listen: Any = events  # Locust leaves its hooks untyped
         listen.init.add_listener(self._join)
@@ -45,8 +49,15 @@ class Exclusion:
             held: the lock; None counts as well, and shows that the proof notices.
             pause: how long to stay inside.
         """
-        if self._proof is not None and not (held is not None and held.degraded):
+        if self._proof is None or (held is not None and held.degraded):
+            return
+        if self._over:
+            raise StopUser
+        self._inside += 1
+        try:
             self._proof.increment(i, token=None if held is None else held.token, pause=pause)
+        finally:
+            self._inside -= 1
 
     def _folder(self, environment: Environment) -> str:
         options: Any = environment.parsed_options
@@ -63,6 +74,11 @@ class Exclusion:
             self._proof = Proof(folder, self._n)
 
     def _leave(self, **_: object) -> None:
+        """Close the proof when the last user has left it: a test that is stopped early may have users yet."""
+        self._over = True
+        until = time.monotonic() + _PATIENCE
+        while self._inside and time.monotonic() < until:
+            time.sleep(0.01)
         if self._proof is not None:
             self._proof.close()
 
@@ -78,3 +94,4 @@ class Exclusion:
         print(f"exclusion {'held' if verdict.kept else 'FAILED'}: {verdict}", file=sys.stderr, flush=True)
         if self._temporary is not None:
             self._temporary.cleanup()
+            environment.parsed_options.proof = ""  # type: ignore[union-attr] # nothing is saved there any more

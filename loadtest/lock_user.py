@@ -17,12 +17,12 @@ from weakref import WeakKeyDictionary
 from locust import User, events
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
-from locust.exception import RescheduleTask
+from locust.exception import RescheduleTask, StopUser
 from locust.runners import MasterRunner
 from slo import Slo
 
 from lockrouter import LockRouter, RowLock
-from lockrouter.errors import LockLost, LockRouterError, ShardError
+from lockrouter.errors import LockLost, LockRouterError, RouterClosed, ShardError
 
 __all__ = ["LockClient", "LockUser"]
 
@@ -65,6 +65,8 @@ class LockClient:
         due = self._user.take_due() or began
         try:
             handle = take()
+        except RouterClosed as error:
+            raise StopUser from error
         except LockRouterError as error:
             self._slo.failed(began, error)
             self._fire(kind, time.monotonic() - began, None, error)

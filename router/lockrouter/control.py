@@ -139,7 +139,7 @@ class Keeper:
             shard.frozen = tuple(row[0] for row in frozen.rows if row[0])
         except BaseException as error:
             session.die()
-            if self.hosts.several and isinstance(error, Silent | Answered):
+            if self.hosts.several and isinstance(error, Silent | Answered | Garbled):
                 self.hosts.note(shard.endpoint, failure=error)
             raise
         session.state = State.IDLE

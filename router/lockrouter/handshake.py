@@ -45,6 +45,7 @@ class Handshake(Connection):
 
     _read_timeout: float | None
     _write_timeout: float | None
+    _current_timeout: float | None
     _sock: Any
     _rfile: Any
     ssl: bool
@@ -57,11 +58,14 @@ class Handshake(Connection):
 
     def connect_by(self, sock: socket.socket | None, until: float) -> None:
         """As `connect`, which opens a socket where none is given, and be logged in by `until`."""
+        patience = self._read_timeout, self._write_timeout
         self._until = until
         try:
             self.connect(sock)
         finally:
             self._until = None
+            self._read_timeout, self._write_timeout = patience
+            self._current_timeout = None  # what PyMySQL takes the socket's to be
 
     def _read_bytes(self, num_bytes: int) -> bytes:
         if self._until is None:

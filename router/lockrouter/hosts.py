@@ -16,7 +16,7 @@ from lockrouter.backoff import jittered
 from lockrouter.deadline import now
 from lockrouter.protocol.effects import SLEEP, Operation
 from lockrouter.reading import Reading, look_over, read
-from lockrouter.session import Answered, Gone, Session, Silent, State
+from lockrouter.session import Answered, Garbled, Gone, Session, Silent, State
 
 if TYPE_CHECKING:
     from lockrouter.config import Endpoint
@@ -193,7 +193,7 @@ class Hosts:
     def answering(self) -> str | None:
         """What a host said that answers, and so may be granting, or know who does; None: all are silent."""
         for endpoint, report in tuple(self._reports.items()):
-            if report.reading is not None or isinstance(report.failure, Answered):
+            if report.reading is not None or isinstance(report.failure, Answered | Garbled):
                 return f"the primary does not answer, another host does: {name_of(endpoint)}"
         return None
 

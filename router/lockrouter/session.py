@@ -540,23 +540,35 @@ class Session:
 
 
 def _plain_socket(endpoint: Endpoint, seconds: float) -> socket.socket | None:
-    """A connected TCP socket for a numeric IPv4 host, without the resolver and its locks; None: PyMySQL connects."""
+    """A connected TCP socket; each address of a name has its share of the time. None: PyMySQL connects."""
+    if endpoint.unix_socket is not None:
+        return None
+    until = now() + seconds
+    addresses = _addresses(endpoint)
+    for left in range(len(addresses), 0, -1):
+        family, address = addresses[-left]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(max(0.001, (until - now()) / left))
+            sock.connect(address)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            return sock
+        except BaseException as error:
+            sock.close()
+            if left == 1 or not isinstance(error, OSError):
+                raise
+    raise OSError(f"{endpoint.host} has no address")
+
+
+def _addresses(endpoint: Endpoint) -> list[tuple[int, Any]]:
+    """Family and address of all that a host is; the resolver, which has locks, is not asked for a numeric one."""
     try:
         socket.inet_pton(socket.AF_INET, endpoint.host)
     except OSError:
-        return None
-    if endpoint.unix_socket is not None:
-        return None
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(seconds)
-        sock.connect((endpoint.host, endpoint.port))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+        found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+        return [(family, address) for family, _, _, _, address in found]
+    return [(socket.AF_INET, (endpoint.host, endpoint.port))]
 
 
 def login(endpoint: Endpoint, seconds: float, tls: ssl.SSLContext | None) -> dict[str, Any]:

@@ -205,6 +205,7 @@ class Shard:
 
         Raises:
             ShardError: none is, or none was found in time.
+            Silent: none of them answers.
         """
         while len(self.endpoints) > 1 and self.rights is None:
             if self.pool.closed:
@@ -213,6 +214,8 @@ class Shard:
             try:
                 if self.rights is None:
                     error = self.refusal_error()
+                    if error is None and not self.breaker.closed and self.breaker.refusal is None:
+                        raise Silent(self.waiting_for)
                     if error is not None or not self.breaker.closed or now() >= until:
                         raise error or self.unready_error()
                     yield (WAIT, waiter, min(until, now() + self.config.router.role_check))

@@ -129,11 +129,12 @@ def take(
                     hold = Hold(slot, raw, running(), None, shard, session, base, at=answered_at)
                     session.grant(hold, at, answered_at)
                     if executes is None and session.may_prepare and table not in session.prepared:
-                        _prepare(session, table, answered_at + core.config.pool.connect_timeout)
+                        _prepare(session, table, until)
                 else:
                     session.keep(data, executes is not None)
                     early = Sent(session, at, releasing)
             except (Gone, Silent) as error:
+                session.hold = None
                 early, hold = error, None
             if hold is not None:
                 if rule.max_hold is not None:

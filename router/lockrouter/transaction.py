@@ -303,6 +303,7 @@ class Block:
         with session.mutex:
             clean = raw.open and not raw.tainted and not lost and not raw.server_status & IN_TRANSACTION
             if clean and self._ended_well and session.state is State.HOLDING:
+                session.hold = None  # in this order: a hold through a session that holds nothing is a lost one
                 session.state = State.IDLE
                 session.end = LossReason.CLOSED
         if session.state is not State.IDLE:

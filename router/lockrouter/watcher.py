@@ -193,6 +193,7 @@ class Watcher:
             return True, None
         if kind == TALK:
             data, until, _ = detail
+            subject.expect(1)  # whatever a lock waited for last: one byte wakes this thread
             subject.send(data)
             kind, detail = RECEIVE, until
             effect = (kind, subject, detail)

@@ -423,6 +423,20 @@ def test_an_idle_connection_that_was_cut_without_a_word_is_no_fault(routers: Rou
     proxy.accept()
 
 
+def test_idle_sessions_are_kept_alive(routers: Routers, proxy: Proxy) -> None:
+    """Those that have locked much as well as those that have not; a lock after a long rest needs no new connection."""
+    router = routers.make(ports={SHARD: proxy.port}, router={"ghost_timeout": 3}, pool={"size": 2, "min_idle": 2})
+    router.warm()
+    key = a_key(router)
+    for _ in range(5):
+        router.lock(key, timeout=5.0).release()
+    pool = router._core.shards[NAME].pool
+    before = {session: session.answered_at for session in pool.sessions}
+    eventually(lambda: all(session.answered_at > at + 1.5 for session, at in before.items()), 10.0)
+    fine(router, key)
+    assert pool.sessions == set(before)
+
+
 SLEEPER = """
 import sys, threading, msgspec, lockrouter
 file, key, *others = sys.argv[1:]

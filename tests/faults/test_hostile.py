@@ -282,8 +282,8 @@ def test_a_proxy_that_shares_connections_is_refused(
                 )
                 line.sendall(rows(*known, started + b"000000", b"1800000003000000", b"", b"1800000001.000000", b"0"))
             elif b"m.fingerprint" in asked:
-                line.sendall(rows(rows_, b"identity", started, str(PROTOCOL).encode(), print_))
-            elif b"prefix" in asked:
+                line.sendall(rows(rows_, b"identity", started, str(PROTOCOL).encode(), print_, b"1"))
+            elif b"prefix" in asked or b"wsrep_on" in asked:
                 line.sendall(packet(b"\x01", 1) + packet(b"\x03def", 2) + packet(b"\xfe\0\0\2\0", 3))
                 line.sendall(packet(b"\xfe\0\0\2\0", 4))
             else:
@@ -419,7 +419,7 @@ LIES: dict[str, Serve] = {
 QUICKLY = {"a packet of 16 MB", "a file", "a row of nonsense"}
 EXCHANGES = (
     b"SET SESSION autocommit = 0",
-    b"m.protocol, m.fingerprint FROM",
+    b"m.protocol, m.fingerprint, 2",
     b"FOR UPDATE",
     b"ROLLBACK",
     b"SET SESSION autocommit = 1",

@@ -407,6 +407,10 @@ def test_a_replica_that_answers_keeps_the_shard_from_being_degraded(pair: Replic
     pair.members[1].proxy.refuse()
     with eventually(lambda: _degraded(router)) as held:
         assert held.degraded
+    fresh = pair.router(router=QUICK, breaker={"failures": 2, "probe_after": 0.3})
+    for _ in range(3):  # its callers wait for the primary to be found when the breaker opens
+        with fresh.lock("key", timeout=3.0) as held:
+            assert held.degraded
     pair.members[0].proxy.accept()
     assert eventually(lambda: _maybe(router))
 

@@ -113,6 +113,7 @@ def test_locust_that_is_terminated(cluster: Cluster, routers: Routers, tmp_path:
             process.wait(20.0)
         finally:
             process.kill()
-    assert "Traceback" not in log.read_text()
+    said = log.read_text()
+    assert "Traceback" not in said, said
     quietly(routers, before)
     assert all(not any(server.locks().values()) for server in routers.observers)

@@ -13,9 +13,12 @@ from pathlib import Path
 import msgspec
 import pymysql
 import pytest
+from sqlalchemy import text
 
+from lockrouter.admin.connect import connected, fetch
 from lockrouter.admin.init import init
 from lockrouter.admin.seed import seed
+from lockrouter.config import load
 from lockrouter.errors import ConfigError, NotSeeded, ShardUnavailable, TopologyMismatch
 from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
@@ -29,6 +32,16 @@ pytestmark = pytest.mark.server
 def servers(clusters: Clusters, vendor: Vendor) -> Cluster:
     """Two servers that other tests may use too, each of these with databases of its own."""
     return clusters.get(vendor, 2)
+
+
+def test_a_statement_may_take_longer_than_a_login(servers: Cluster) -> None:
+    config = load(servers.admin_file)
+    with connected(config, config.shards[0], database=False) as connection:
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        assert [tuple(row) for row in fetch(connection, text(f"SELECT SLEEP({driver.connect_timeout + 0.5})"))] == [
+            (0,)
+        ]
 
 
 @pytest.fixture

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -18,11 +20,12 @@ import pytest
 
 from lockrouter import ConfigError, LockLost, LockRouter, LockTimeout, LossReason, ShardUnavailable
 from lockrouter.admin.verify import verify
+from lockrouter.session import dial
 from lockrouter.testing.binaries import Vendor, cache_directory
 from lockrouter.testing.cluster import Cluster
 from tests.support.certificates import make_certificates
 from tests.support.observe import Routers, eventually, in_thread, keys_on, soon_enough
-from tests.support.proxy import Proxy
+from tests.support.proxy import Proxy, black_hole
 from tests.support.servers import provision
 
 pytestmark = pytest.mark.server
@@ -293,3 +296,20 @@ def test_a_version_with_other_insides(cluster: Cluster, router: LockRouter, tmp_
         text = re.sub(r"\b(_sock|_rfile|_closed|_result|_current_timeout)\b", r"\1_renamed", file.read_text("utf-8"))
         file.write_text(re.sub(r"(?m)^VERSION = .*$", 'VERSION = (2, 0, 0, "final")', text), "utf-8")
     run_with(folder, cluster, router, "unknown")
+
+
+def test_of_a_name_s_addresses_one_that_answers_is_enough(routers: Routers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of them is black-holed: it must not take all the time there is."""
+    config = routers.configure()
+    endpoint = dataclasses.replace(config.endpoints(config.shards[0])[0], host="two.test")
+    with black_hole() as deaf:
+
+        def found(host: str, port: int, **_: Any) -> list[Any]:
+            assert (host, port) == ("two.test", endpoint.port)
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", each)) for each in (deaf, port)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", found)
+        began = time.monotonic()
+        session = dial(endpoint, 1.0, None)
+        assert 0.4 < time.monotonic() - began < 1.0
+        session.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
 from lockrouter.testing.shardfiles import APPLICATION
 from tests.support.observe import Observer, Routers, eventually, keys_on
-from tests.support.proxy import EXECUTES, Proxy
+from tests.support.proxy import EXECUTES, Cut, Proxy, Rule, Way
 
 pytestmark = pytest.mark.server
 
@@ -338,3 +339,33 @@ def test_a_table_that_is_altered_under_a_prepared_statement(router: LockRouter, 
             held.check()
             assert held._held.session is session
     server.ask(f"ALTER TABLE {table} COMMENT = ''")
+
+
+def test_a_lock_s_bound_is_not_the_next_users(routers: Routers) -> None:
+    router = routers.make(pool={"size": 1, "min_idle": 1})
+    key = keys_on(router, 0, prefix="bound")[0]
+    for _ in range(4):
+        router.lock(key, timeout=0.2).release()
+    (session,) = sessions(router)
+    assert session.bound == 195
+    name = keys_on(router, 0, prefix="once")[0]
+    assert router.once(name, lambda: 7, ttl=5, keep=5) == 7
+    assert sessions(router) == [session]
+    assert session.bound == 0
+
+
+def test_preparing_takes_no_longer_than_the_call_may(routers: Routers, proxy: Proxy) -> None:
+    """The row is granted, and then nothing comes: the row is somebody else's in time."""
+    router, other = routers.make(ports={0: proxy.port}, breaker={"failures": 100}), routers.make()
+    key = keys_on(router, 0, prefix="prepared")[0]
+    for _ in range(3):
+        router.lock(key, timeout=5.0).release(confirm=True)
+    for one in sessions(router):
+        one.prepared.clear()
+    rule = proxy.add(Rule(Way.DOWN, 330, Cut.STALL, marker=b" /* "))
+    began = time.monotonic()
+    with contextlib.suppress(LockTimeout, ShardUnavailable):
+        router.lock(key, timeout=0.5).release()
+    assert time.monotonic() - began < 0.65
+    assert rule.struck.is_set()
+    other.lock(key, timeout=5.0).release()

@@ -25,6 +25,7 @@ from lockrouter.backoff import jittered
 from lockrouter.deadline import Deadline, checked_timeout, now
 from lockrouter.errors import LockRouterError, LossReason, RouterClosed, ShardError
 from lockrouter.leases.handle import checked_ttl
+from lockrouter.protocol.effects import Waiter
 from lockrouter.recipes.calling import arguments_of
 from lockrouter.recipes.own import Kind, OwnLease, Place, holder_of, take
 
@@ -121,7 +122,7 @@ class _Candidate:
         self._trouble: ShardError | None = None
         self._leaving = False
         self._not_before = 0.0
-        self._bell = threading.Event()
+        self._bell = Waiter()
         self._thread: threading.Thread | None = None
 
     @property
@@ -163,7 +164,7 @@ class _Candidate:
         with self.lock:
             self._not_before = now() + self._ttl
         self._depose(self._lease, None)
-        self._bell.set()
+        self._bell.wake()
 
     def start(self) -> None:
         """Stand for election from now on; once."""
@@ -176,7 +177,7 @@ class _Candidate:
     def leave_soon(self) -> None:
         """Have the thread end, and the leadership with it. No I/O, no mutex: a finaliser may run anywhere."""
         self._leaving = True
-        self._bell.set()
+        self._bell.wake()
 
     def leave(self) -> None:
         """Stand no more; waits for the thread."""
@@ -193,7 +194,6 @@ class _Candidate:
 
     def _run(self) -> None:
         while not self._leaving:
-            self._bell.clear()
             try:
                 pause = self._stand()
                 self._trouble = None
@@ -208,7 +208,7 @@ class _Candidate:
             with self.lock:
                 self.lock.notify_all()
             if not self._leaving:
-                self._bell.wait(max(_LEAST_PAUSE, jittered(pause, spread=0.1)))
+                self._bell.wait(now() + max(_LEAST_PAUSE, jittered(pause, spread=0.1)))
         self._leaving = True
         with self.lock:
             self.lock.notify_all()
@@ -255,7 +255,7 @@ class _Candidate:
             lease.release()
         except LockRouterError:
             pass  # lost, or not to be reached: it ends by itself
-        self._bell.set()
+        self._bell.wake()
 
     def _tell(self, which: Callable[[Election], list[Callable[..., object]]], what: Any) -> None:
         told = self._told()

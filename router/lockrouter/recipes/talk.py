@@ -72,6 +72,9 @@ def _talk(shard: Shard, packets: Sequence[bytes], until: float, *, commit: bool)
     session = yield from _check_out(shard, until, weakref.ref(borrower))
     try:
         yield from _rights(shard, session, until)
+        if session.bound:  # a lock's, and it would cut these statements short
+            session.bound = 0
+            yield from session.exchange(session.dialect.bind(0), until + GRACE)
         replies: list[Reply] = []
         for packet in packets:
             reply = yield from session.exchange(packet, until + GRACE)
