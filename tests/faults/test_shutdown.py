@@ -22,19 +22,21 @@ import signal, sys, threading, msgspec, lockrouter
 file, held, busy, leased = sys.argv[1:]
 config, replace = lockrouter.load(file), msgspec.structs.replace
 config = replace(config, router=replace(config.router, close_timeout=0.5))
-told = []
+told, holding = [], threading.Event()
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
 with lockrouter.LockRouter(config) as router:
     def work():
         lock = router.lock(held, timeout=5.0)
         lock.on_lost(told.append)
-        router.lease(leased, ttl=60)
+        lease = router.lease(leased, ttl=60)
+        holding.set()
         threading.Event().wait()
     def wait():
         try: router.lock(busy, timeout=600.0)
         except lockrouter.RouterClosed: told.append("woken")
     threads = [threading.Thread(target=target, daemon=True) for target in (work, wait, wait)]
     for thread in threads: thread.start()
+    holding.wait(20.0)
     print("ready", flush=True)
     signal.pause()
 """
@@ -68,8 +70,8 @@ def test_a_service_that_is_terminated(routers: Routers, cluster: Cluster, server
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             server.await_waiters()
-            eventually(lambda: router.try_lock(held) is None)
-            eventually(lambda: router.try_lease(leased, ttl=5) is None)
+            assert router.try_lock(held) is None
+            assert router.try_lease(leased, ttl=5) is None
             began = time.monotonic()
             process.send_signal(signal.SIGTERM)
             assert process.wait(20.0) == 0
