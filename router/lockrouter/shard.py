@@ -201,12 +201,15 @@ class Shard:
         return session
 
     def _await_primary(self, until: float) -> Operation[None]:
-        """Of several hosts, wait until the one that is the primary is known: the others are not worth a connection.
+        """Refuse to connect while probes alone may, for whoever got a place meanwhile; then, of several hosts, wait
+        until the one that is the primary is known: the others are not worth a connection.
 
         Raises:
             ShardError: none is, or none was found in time.
-            Silent: none of them answers.
+            Silent: the shard does not answer.
         """
+        if not self.breaker.closed:
+            raise Silent(self.waiting_for) from self.cause
         while len(self.endpoints) > 1 and self.rights is None:
             if self.pool.closed:
                 raise PoolClosed
