@@ -14,12 +14,18 @@ from bench_stub import stub_router
 
 from lockrouter import LockRouter
 
+_COUNT_AFTER = 500
+"""Locks that a busy process takes between two looks of its background."""
+
 
 def lock_all(router: LockRouter, prefix: str, count: int) -> None:
-    """Lock and release so many different keys, one after the other."""
+    """Lock and release so many different keys, one after the other; count what they note, as a background does."""
+    (shard,) = router._core.shards.values()
     for number in range(count):
         with router.lock(f"{prefix}:{number}"):
             pass
+        if not number % _COUNT_AFTER:
+            shard.stats.settle()
 
 
 def main() -> None:

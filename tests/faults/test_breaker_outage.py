@@ -338,7 +338,8 @@ def test_a_change_is_logged_once_and_no_lock_is(
         said = [record.getMessage() for record in caplog.records if NAME in record.getMessage()]
         assert len([text for text in said if "does not answer" in text]) == 1, said
         assert len([text for text in said if "answers again" in text]) == 1, said
-        assert len(said) <= 4, said
+        # Beside it: the window cannot be renewed, so that nothing is granted; later it is again.
+        assert len(said) == len(set(said)) <= 5, said
 
 
 LIMITS = {
