@@ -127,11 +127,14 @@ def test_threads_and_memory_do_not_grow(routers: Routers, dead: int) -> None:
     tracemalloc.start()
     try:
         all_of_them(5)
-        gc.collect()
-        before = tracemalloc.get_traced_memory()[0]
-        all_of_them(200)
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - before
+        sizes = []
+        for _ in range(3):  # what a call leaves shows each time, what the background does meanwhile does not
+            for shard in router._core.shards.values():
+                shard.stats.settle()
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+            all_of_them(200)
+        grown = min(later - earlier for earlier, later in zip(sizes, sizes[1:], strict=False))
     finally:
         tracemalloc.stop()
     assert threading.active_count() <= threads
