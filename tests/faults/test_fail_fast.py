@@ -134,7 +134,7 @@ def test_threads_and_memory_do_not_grow(routers: Routers, dead: int) -> None:
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
             all_of_them(200)
-        grown = min(later - earlier for earlier, later in zip(sizes, sizes[1:], strict=False))
+        grown = min(later - earlier for earlier, later in itertools.pairwise(sizes))
     finally:
         tracemalloc.stop()
     assert threading.active_count() <= threads
