@@ -326,11 +326,6 @@ class Session:
                 settled(self)
         self.safe_from = sent_at
         self.answered_at = answered_at
-        with self.mutex:
-            if not self.interrupted:
-                self.state = _HOLDING
-                self.hold = hold
-                return
         self.occupy(hold)
 
     def keep(self, data: bytes, executed: bool) -> None:

@@ -37,7 +37,7 @@ MEMORY = 3 << 20
 Serve = Callable[[socket.socket], None]
 
 
-def config_for(port: int, **breaker: Any) -> RouterConfig:
+def config_for(port: int, *, host: str = "127.0.0.1", connect_timeout: float = 0.3, **breaker: Any) -> RouterConfig:
     options = "\n".join(f"{name} = {value}" for name, value in ({"failures": 2, "probe_after": 0.2} | breaker).items())
     return parse(
         f"""
@@ -52,12 +52,12 @@ def config_for(port: int, **breaker: Any) -> RouterConfig:
         close_timeout = 0.2
         [pool]
         size = 4
-        connect_timeout = 0.3
+        connect_timeout = {connect_timeout}
         [breaker]
         {options}
         [[shard]]
         id = "only"
-        url = "mysql+pymysql://app:{PASSWORD}@127.0.0.1:{port}/locks"
+        url = "mysql+pymysql://app:{PASSWORD}@{host}:{port}/locks"
         buckets = ["0-3"]
         """
     )
@@ -370,27 +370,7 @@ def test_a_resolver_that_hangs_takes_one_thread_and_no_probe_for_ever(
 
     monkeypatch.setattr(socket, "getaddrinfo", hanging)
     with FakeServer(lambda line: line.sendall(error(0, 1040))) as server:
-        config = parse(
-            f"""
-            [topology]
-            name = "hostile"
-            epoch = 1
-            tables = 1
-            buckets = 4
-            rows_per_bucket = 4
-            [router]
-            on_outage = "local"
-            [pool]
-            connect_timeout = 0.1
-            [breaker]
-            failures = 2
-            probe_after = 0.05
-            [[shard]]
-            id = "only"
-            url = "mysql+pymysql://app:{PASSWORD}@localhost:{server.port}/locks"
-            buckets = ["0-3"]
-            """
-        )
+        config = config_for(server.port, host="localhost", connect_timeout=0.1, probe_after=0.05)
         with LockRouter(config, registry=CollectorRegistry()) as router:
             router._core.start()
             eventually(lambda: router.health()["only"]["breaker"] != "closed")
