@@ -262,6 +262,16 @@ def test_a_session_goes_back_without_a_transaction(routers: Routers, server: Obs
 # -- prepared statements ----------------------------------------------------------------------------------------------
 
 
+def prepared_session(router: LockRouter, key: str) -> Session:
+    """The session that locks this key, with a statement for it: locks are text while the shard's state is read anew."""
+    for _ in range(20):
+        with router.lock(key, timeout=5.0) as held:
+            session = held._held.session
+        if session is not None and session.prepared:
+            return session
+    raise AssertionError("no statement was prepared")
+
+
 def sessions(router: LockRouter) -> list[Session]:
     return [one for shard in router._core.shards.values() for one in tuple(shard.pool.sessions)]
 
@@ -315,10 +325,7 @@ def test_a_server_short_of_prepared_statements_is_sent_text(
 
 
 def test_a_server_that_has_forgotten_a_statement_is_sent_the_text(router: LockRouter, key: str) -> None:
-    for _ in range(3):
-        with router.lock(key, timeout=5.0) as held:
-            session = held._held.session
-    assert session is not None and session.prepared
+    session = prepared_session(router, key)
     session.prepared = {table: execution(4_000_000 + table) for table in session.prepared}
     with router.lock(key, timeout=5.0) as held:
         held.check()
@@ -330,10 +337,7 @@ def test_a_table_that_is_altered_under_a_prepared_statement(router: LockRouter, 
     address = router.route(key)
     table = f"lock_{address.table:02d}"
     for change in ("COMMENT = 'changed'", "ADD COLUMN extra TINYINT NOT NULL DEFAULT 0", "DROP COLUMN extra"):
-        for _ in range(3):
-            with router.lock(key, timeout=5.0) as held:
-                session = held._held.session
-        assert session is not None and session.prepared
+        session = prepared_session(router, key)
         server.ask(f"ALTER TABLE {table} {change}")
         with router.lock(key, timeout=5.0) as held:
             held.check()
@@ -360,8 +364,8 @@ def test_preparing_takes_no_longer_than_the_call_may(routers: Routers, proxy: Pr
     """The row is granted, and then nothing comes: the row is somebody else's in time."""
     router, other = routers.make(ports={0: proxy.port}, breaker={"failures": 100}), routers.make()
     key = keys_on(router, 0, prefix="prepared")[0]
-    for _ in range(3):
-        router.lock(key, timeout=5.0).release(confirm=True)
+    prepared_session(router, key)
+    router.lock(key, timeout=5.0).release(confirm=True)
     for one in sessions(router):
         one.prepared.clear()
     rule = proxy.add(Rule(Way.DOWN, 330, Cut.STALL, marker=b" /* "))
