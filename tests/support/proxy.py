@@ -23,14 +23,14 @@ from typing import Any, Self
 
 from lockrouter.testing.server import free_port
 
-__all__ = ["EXECUTES", "Cut", "Proxy", "Rule", "Way", "black_hole", "dead_port"]
+__all__ = ["APART", "EXECUTES", "Cut", "Proxy", "Rule", "Way", "Weather", "black_hole", "dead_port"]
 
 EXECUTES = b"\x12\x00\x00\x00\x17"
 """How the packet of a prepared locking statement begins."""
 
 _RST = struct.pack("ii", 1, 0)
 _REMEMBER = 20_000
-_APART = 0.0005
+APART = 0.0005
 """Seconds between two pieces of what came as one, so that they arrive as two."""
 
 
@@ -99,7 +99,7 @@ class _Link:
         return self.sides[Way.DOWN if way is Way.UP else Way.UP]
 
 
-class _Weather:
+class Weather:
     """What becomes of bytes on their way; nothing by default."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class _Weather:
             if self.rate:
                 due += len(piece) / self.rate
             elif start:
-                due += _APART
+                due += APART
             yield due, piece
 
 
@@ -136,7 +136,7 @@ class Proxy:
         self._rules: list[Rule] = []
         self._delayed: list[tuple[float, int, _Link, Way, bytes]] = []
         self._numbers = itertools.count()
-        self._weather = _Weather()
+        self._weather = Weather()
         self._silent: set[Way] = set()
         self._closing = False
         self._watched: set[socket.socket] = set()
@@ -426,7 +426,7 @@ class Proxy:
                 link.silent |= ways
 
     def _restore(self) -> None:
-        self._weather = _Weather()
+        self._weather = Weather()
         self._silent.clear()
         self._rules.clear()
         for link in tuple(self._links):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.proxy import Proxy
+from tests.support.proxy import APART, Proxy, Weather
 
 TEXT = bytes(range(256)) * 4
 
@@ -52,9 +53,17 @@ def test_split_in_small_pieces(proxy: Proxy, ends: tuple[socket.socket, socket.s
     client, server = ends
     proxy.split(16)
     client.sendall(TEXT)
-    portions = take(server, len(TEXT))
-    assert b"".join(portions) == TEXT
-    assert len(portions) > len(TEXT) / 16 / 2
+    assert b"".join(take(server, len(TEXT))) == TEXT
+
+
+def test_pieces_go_on_one_by_one() -> None:
+    """In how many portions they are read is the reader's affair: a busy one finds several at once."""
+    weather = Weather()
+    weather.piece = 16
+    pieces = list(weather.pieces(TEXT, 100.0 + time.monotonic()))
+    assert [piece for _, piece in pieces] == [TEXT[start : start + 16] for start in range(0, len(TEXT), 16)]
+    moments = [due for due, _ in pieces]
+    assert all(later - earlier >= APART * 0.99 for earlier, later in itertools.pairwise(moments))
 
 
 def test_merged_within_a_moment(proxy: Proxy, ends: tuple[socket.socket, socket.socket]) -> None:
