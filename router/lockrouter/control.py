@@ -163,9 +163,13 @@ class Keeper:
 
     def _kill_all(self, session: Session, here: Incarnation, until: float) -> Operation[None]:
         while self.kills:
-            connection_id, incarnation = self.kills.popleft()
-            if incarnation == here:
-                yield from session.exchange(statements.kill(connection_id), until)
+            killing = connection_id, incarnation = self.kills.popleft()
+            try:
+                if incarnation == here:
+                    yield from session.exchange(statements.kill(connection_id), until)
+            except BaseException:
+                self.kills.appendleft(killing)  # the next control session will
+                raise
 
     def _ask_about(
         self, session: Session, doubted: LentSession, incarnation: Incarnation, until: float

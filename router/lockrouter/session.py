@@ -272,6 +272,8 @@ class Session:
             raise Garbled(str(error), answered=answered) from error
         except OSError as error:
             self.die()
+            if now() > until:
+                raise Silent(str(error)) from error
             raise Gone(str(error), answered=answered) from error
         except BaseException:
             self.die()
@@ -295,9 +297,7 @@ class Session:
         try:
             data = self.wire.talk(packet, until, self.unread * _OK_SIZE + 1, at)
             if not data:
-                if now() > until:
-                    raise TimeoutError("no reply")  # ended by the background, where signals kept the wait alive
-                raise Gone("the server closed the connection")
+                raise self._ended()
             if self._reader.data:
                 self._reader.feed(data)
                 return b""
@@ -307,6 +307,8 @@ class Session:
             raise Silent(str(error)) from None
         except OSError as error:
             self.die()
+            if now() > until:
+                raise Silent(str(error)) from error
             raise Gone(str(error)) from error
         except BaseException:
             self.die()
@@ -341,9 +343,14 @@ class Session:
 
     def _feed(self, data: bytes) -> None:
         if not data:
-            begun = not self.unread and not self._reader.empty
-            raise Gone("the server closed the connection", answered=begun)
+            raise self._ended()
         self._reader.feed(data)
+
+    def _ended(self) -> Exception:
+        """What the end of the stream says: past the time for the reply it was the background that ended the wait."""
+        if now() > self.until:
+            return TimeoutError("no reply")
+        return Gone("the server closed the connection", answered=not self.unread and not self._reader.empty)
 
     def _settle(self, reply: Reply) -> None:
         """Account for one reply that was left unread on purpose: that of a ROLLBACK or a PING."""

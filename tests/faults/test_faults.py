@@ -684,6 +684,21 @@ def test_the_exchange_stalls_after_any_byte(routers: Routers, proxy: Proxy, serv
         proxy.cut(Cut.RST, after=2)
 
 
+def test_a_kill_that_was_cut_is_sent_again(routers: Routers, proxy: Proxy) -> None:
+    router = routers.make(ports={SHARD: proxy.port}, breaker={**NEVER, "retry_delay": 0.01})
+    other = routers.make()
+    key = a_key(router)
+    for _ in range(3):
+        fine(router, key)
+    stall, cut = Rule(Way.DOWN, 0, Cut.STALL, marker=b"FOR UPDATE"), Rule(Way.UP, 0, Cut.FIN, marker=b"KILL")
+    proxy.add(stall)
+    proxy.add(cut)
+    assert isinstance(attempt(router, key, 0.09), ShardUnavailable)
+    assert stall.struck.is_set()
+    assert cut.struck.wait(5.0)
+    fine(other, key, 3.0)
+
+
 @pytest.mark.parametrize("way", list(Way), ids=lambda way: way.value)
 def test_check_and_confirmed_release_are_cut_after_any_byte(
     routers: Routers, proxy: Proxy, server: Observer, way: Way

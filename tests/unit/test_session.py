@@ -217,6 +217,23 @@ def test_the_end_of_the_stream_is_told_from_silence(line: Line) -> None:
     assert line.session.state == State.DEAD
 
 
+@pytest.mark.parametrize("part", [b"", ok()[:1]], ids=["nothing", "a byte"])
+def test_a_wait_that_the_background_ended_late_is_silence(line: Line, part: bytes) -> None:
+    """A statement that nobody ended may go on at the server: only silence has it killed there."""
+    line.server.send(part)
+    line.server.shutdown(socket.SHUT_WR)
+    with pytest.raises(Silent):
+        drive(line.session.exchange(STATEMENT, now() - 0.01))
+    assert line.session.state is State.DEAD
+
+
+def test_a_quick_wait_that_the_background_ended_late_is_silence(line: Line) -> None:
+    line.server.shutdown(socket.SHUT_WR)
+    with pytest.raises(Silent):
+        line.session.talk_now(STATEMENT, now() - 0.01, now())
+    assert line.session.state is State.DEAD
+
+
 def test_a_stream_that_ends_inside_the_reply_had_answered(line: Line) -> None:
     line.server.send(GRANT[:20])
     line.server.shutdown(socket.SHUT_WR)

@@ -79,7 +79,7 @@ def _talk(shard: Shard, packets: Sequence[bytes], until: float, *, commit: bool)
         for packet in packets:
             reply = yield from session.exchange(packet, until + GRACE)
             if isinstance(reply, Err):
-                yield from session.rollback(until + GRACE)
+                session.send_rollback()
                 raise Refused(reply)
             replies.append(reply)
         if commit:
@@ -88,7 +88,7 @@ def _talk(shard: Shard, packets: Sequence[bytes], until: float, *, commit: bool)
                 raise Gone("the COMMIT was refused")
             session.state = State.IDLE
         else:
-            yield from session.rollback(until + GRACE)
+            session.send_rollback()  # all is known: nobody waits for the answer
         return replies
     except Silent:
         shard.kill(session)  # what it waits for there, it waits for nobody
