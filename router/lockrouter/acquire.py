@@ -79,6 +79,7 @@ _log = logging.getLogger("lockrouter")
 
 SERVER_MARGIN = 0.005
 TRY_FOR = 0.05
+_LATEST = 0.09
 _OPENS_SOON = 0.05
 REFRESH_AFTER = 1.0
 _GONE_CODES = frozenset({1053, 1927, 2006, 2013, 4031})
@@ -101,6 +102,7 @@ class Unlocked(enum.Enum):
     CLOSED = "closed"
 
 
+_ROWLESS = (Unlocked.BUSY, Unlocked.BOUND, Unlocked.STALLED)
 _LEAD, _NESTED, _HOLDING = Place.LEAD, Place.NESTED, State.HOLDING
 
 
@@ -163,6 +165,11 @@ class Ask(Request):
     def io_until(self) -> float:
         """The end of connecting and of everything else that is not waiting for another holder."""
         return self.deadline.at if self.wait else self.deadline.started + self.core.config.pool.connect_timeout
+
+    @property
+    def last(self) -> float:
+        """The end of all that the call still has to ask once its time is up; the contract allows it 0.1 s."""
+        return self.io_until + _LATEST
 
     def timed_out(self, gates: Gates) -> LockTimeout:
         """The error of a row that stayed busy, naming who holds it where that is known."""
@@ -429,11 +436,12 @@ def _metadata_locked(ask: Ask) -> Operation[bool]:
     """Tell a table under a metadata lock from a busy row, for waits too short for the server to tell: one more trip."""
     borrower = Borrower()
     try:
-        session = yield from ask.shard.pool.check_out(now() + GRACE, wait=False, borrower=weakref.ref(borrower))
+        until = min(now() + GRACE, ask.last)
+        session = yield from ask.shard.pool.check_out(until, wait=False, borrower=weakref.ref(borrower))
     except (Exhausted, PoolClosed, Gone, Silent, Answered):
         return False
     try:
-        reply = yield from session.exchange(probe_table(session.dialect, ask.address.table), now() + GRACE)
+        reply = yield from session.exchange(probe_table(session.dialect, ask.address.table), until)
         session.state = State.BUSY
         session.send_rollback()
     except (Gone, Silent):
@@ -471,7 +479,7 @@ def _go_on(ask: Ask) -> Operation[Hold | Unlocked]:
         assert early is not None
         raise early
     if isinstance(outcome, Hold) and now() - sent_at > REFRESH_AFTER:
-        yield from session.ping(now() + ask.shard.config.pool.connect_timeout)
+        yield from session.ping(ask.last)
     return (yield from _conclude(ask, session, outcome, releasing))
 
 
@@ -485,7 +493,10 @@ def _conclude(
     try:
         if outcome is Unlocked.CLOSED:
             yield from read_moved_to(ask, session)
-        yield from session.rollback(now() + ask.core.config.pool.connect_timeout if not ask.wait else now() + GRACE)
+        if outcome in _ROWLESS:
+            session.send_rollback()  # it frees nothing, so that nobody waits for the answer
+        else:
+            yield from session.rollback(ask.last)
     except (Gone, Silent):
         # The answer is known; the session is closed, and the server frees what it may hold. No fault of the shard.
         shard.poke_control()
@@ -517,14 +528,13 @@ def lock_on(ask: Ask, session: Session) -> Operation[Hold | Unlocked | ShardErro
     Raises:
         Gone, Silent: the session is closed.
     """
-    patience = ask.shard.config.pool.connect_timeout
     sent_at = now()
     packet, until = statement(ask, session, sent_at)
     reply = yield from session.exchange(packet, until)
     outcome = judge(ask, session, reply, sent_at)
     if isinstance(outcome, Hold) and now() - sent_at > REFRESH_AFTER:
         # The server's patience with an idle holder began with this grant; ours began when the statement was sent.
-        yield from session.ping(now() + patience)
+        yield from session.ping(ask.last)
     return outcome
 
 
@@ -534,14 +544,14 @@ def statement(ask: Ask, session: Session, at: float) -> tuple[bytes, float]:
     patience = ask.core.config.pool.connect_timeout
     tag = Routing.tag(ask.key)
     if not ask.wait:
-        return dialect.try_lock(address.table, address.slot, tag, ask.shared), at + TRY_FOR + patience
+        return dialect.try_lock(address.table, address.slot, tag, ask.shared), ask.last
     deadline = ask.deadline.at
     longest = session.longest_wait or MAX_STATEMENT_WAIT
     left = deadline - at - SERVER_MARGIN
     packet = dialect.lock(address.table, address.slot, left if left < longest else longest, tag, ask.shared)
     if 0.0 < left <= longest:
         return packet, deadline + GRACE
-    return packet, at + GRACE if left <= 0.0 else at + longest + patience
+    return packet, ask.last if left <= 0.0 else at + longest + patience
 
 
 def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Session]:
@@ -568,7 +578,7 @@ def _check_out(ask: Ask, *, fresh: bool, prefer: Session | None) -> Operation[Se
 
 def read_moved_to(ask: Ask, session: Session) -> Operation[None]:
     """Learn, on the session that found the row closed, what its shard knows of the bucket."""
-    reply = yield from session.exchange(read_bucket(ask.address.bucket), now() + ask.shard.config.pool.connect_timeout)
+    reply = yield from session.exchange(read_bucket(ask.address.bucket), ask.last)
     _, ask.moved_to = bucket_state(reply)
 
 

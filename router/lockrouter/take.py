@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from lockrouter.acquire import (
     REFRESH_AFTER,
     SERVER_MARGIN,
-    TRY_FOR,
     Ask,
     Sent,
     abandon,
@@ -108,7 +107,7 @@ def take(
                 until = at + seconds + GRACE
                 packet = session.dialect.lock(table, slot, seconds - SERVER_MARGIN, core.routing.tag(raw))
             else:
-                until = at + TRY_FOR + core.config.pool.connect_timeout
+                until = at + core.config.pool.connect_timeout + GRACE
                 packet = session.dialect.try_lock(table, slot, core.routing.tag(raw))
             try:
                 data = session.talk_now(packet, until, at)

@@ -250,8 +250,8 @@ class Routers:
 
     def _nothing_left(self) -> None:
         for observer in self.observers:
+            # Without a session there is no lock of theirs either.
             eventually(lambda: not observer.sessions(), 5.0, observer.sessions)  # noqa: B023 - called now
-            assert not _on_server(observer)
         eventually(lambda: not self._new_threads(), 5.0, self._new_threads)
 
     def _new_threads(self) -> list[threading.Thread]:
