@@ -124,7 +124,7 @@ class Ask(Request):
     moved_to = ""
     hops = 0
     # What the quick path met and left to the steps below: an error, or a session whose reply is not all decoded yet.
-    early: Gone | Silent | Sent | None = None
+    early: Gone | Silent | Answered | Sent | None = None
 
     def __init__(
         self,

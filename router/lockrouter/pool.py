@@ -5,7 +5,7 @@ closed to make room. Connections are opened by the caller that needs one, outsid
 goes to the longest waiter, who accepts or refuses it in one step, so that nothing is given to a caller that has left.
 
 An interrupt may come wherever something is called. So what is taken is not counted but looked up: the sessions there
-are, and the places on which one is being opened. And a waiter looks for itself once in a while: it need not be woken.
+are, and the places on which one is being opened. And whoever was not woken is woken by `mend`, once in a while.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ __all__ = ["Borrower", "Exhausted", "Pool", "PoolClosed"]
 _KEPT = (State.IDLE, State.ROLLBACK_SENT)
 _LOOK_AFTER = 0.2
 """Seconds a session may have been idle before a check-out looks at its socket first."""
-_LOOK_AGAIN = 1.0
-"""Seconds after which a waiter looks for itself: an interrupt may have kept another one from waking it."""
 
 
 class Exhausted(Exception):
@@ -184,7 +182,7 @@ class Pool:
     def _wait(self, claim: _Claim, until: float) -> Operation[Session | None]:
         """Wait for a session, or for leave to open one: then None."""
         while True:
-            yield (WAIT, claim.waiter, min(until, now() + _LOOK_AGAIN))
+            yield (WAIT, claim.waiter, until)
             with self._lock:
                 self._serve()
                 if claim.filled:

@@ -1,10 +1,10 @@
 """Taking one row for a handle: at once where the usual case is met, step by step where it is not.
 
-The usual case is a free gate, an idle session, one statement, and the reply it should have: `acquire.take_row` without
-its waits. Between two locks the server and other threads use the same caches, so what a lock costs is less the work it
-does than the code and data it touches: few functions, few objects. The gate, the pool and the packets are the same; of
-the judgement it knows only what a plain grant is. Where anything else comes, it makes a request of what it has done so
-far, and `take_row` goes on from there.
+The usual case is a free gate, a session, one statement, and the reply it should have: `acquire.take_row` with no wait
+but that for a session. Between two locks the server and other threads use the same caches, so what a lock costs is less
+the work it does than the code and data it touches: few functions, few objects. The gate, the pool and the packets are
+the same; of the judgement it knows only what a plain grant is. Where anything else comes, it makes a request of what it
+has done so far, and `take_row` goes on from there.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from lockrouter.acquire import (
 from lockrouter.deadline import GRACE, Deadline, checked_timeout, now
 from lockrouter.errors import LockTimeout, Overloaded, ShardError
 from lockrouter.gate import Hold
-from lockrouter.owners import record, running
+from lockrouter.owners import own_holds, record, running
+from lockrouter.pool import Exhausted, PoolClosed
 from lockrouter.protocol.effects import drive
 from lockrouter.routing import encode
 from lockrouter.rowlock import RowLock
-from lockrouter.session import ROWS, Gone, Silent, State
+from lockrouter.session import ROWS, Answered, Gone, Silent, State
 from lockrouter.sql.statements import MAX_STATEMENT_WAIT
 from lockrouter.tokens import END_US, EPOCH_US, base_token
 
@@ -36,12 +37,16 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from lockrouter.core import Core
+    from lockrouter.routing import Address
     from lockrouter.session import Session
+    from lockrouter.shard import Shard
 
 __all__ = ["take"]
 
 _LEAST_BOUND = 0.1
 """Seconds: who waits for less says so in the statement itself, for the session's own bound is on all it does."""
+_NEAR = 0.9
+"""A session's bound that is this part of what it should be, or more, stays: who meets it with time left asks again."""
 
 
 def take(
@@ -66,22 +71,22 @@ def take(
         require_row_mode(rule)
     if core.closed or not core.started or core.orphans:
         core.ready()
-    at = now()
+    at = sent_at = now()
+    left = seconds
     address = core.routing.route(raw)
     bucket, shard_id, table, slot = address
     shard = core.shards[shard_id]
-    rights = shard.rights
     session: Session | None = None
     ask: Ask | None = None
     hold: Hold | None = None
-    early: Gone | Silent | Sent | None = None
+    early: Gone | Silent | Answered | Sent | None = None
     led = False
     try:
         if (
             owner is None
             and reentrant
             and not shared
-            and rights is not None
+            and shard.rights is not None
             and not rule.frozen
             and not shard.frozen
             and shard.refusal is None
@@ -93,45 +98,52 @@ def take(
             if led:
                 releasing = core.affinity.get(slot)
                 session = shard.pool.take(releasing, ROWS, address, at)
+                if session is None and seconds >= _LEAST_BOUND:
+                    try:
+                        session = _await_session(core, shard, at + seconds, releasing, address)
+                    except (Gone, Silent, Answered) as error:
+                        early = error
+                    sent_at = now()
+                    left = at + seconds - sent_at
         if session is not None:
-            executes = session.prepared.get(table) if seconds >= _LEAST_BOUND else None
+            executes = session.prepared.get(table) if left >= _LEAST_BOUND else None
             if executes is not None:
                 until = at + seconds + GRACE
                 packet = executes + slot.to_bytes(4, "little")
-                bound = int((seconds - SERVER_MARGIN) * 1000)
-                if bound != session.bound:
+                bound = int((left - SERVER_MARGIN) * 1000)
+                if not bound * _NEAR <= session.bound <= bound:
                     packet = session.dialect.bind(bound) + packet
                     session.unread += 1
                     session.bound = bound
             elif seconds:
                 until = at + seconds + GRACE
-                packet = session.dialect.lock(table, slot, seconds - SERVER_MARGIN, core.routing.tag(raw))
+                packet = session.dialect.lock(table, slot, left - SERVER_MARGIN, core.routing.tag(raw))
             else:
                 until = at + core.config.pool.connect_timeout + GRACE
                 packet = session.dialect.try_lock(table, slot, core.routing.tag(raw))
             try:
-                data = session.talk_now(packet, until, at)
+                data = session.talk_now(packet, until, sent_at)
                 if executes is not None:
                     clock = session.grants.clock_executed(data, table, slot, session.unread)
                 else:
                     clock = session.grants.clock(data, table, slot, session.unread)
+                rights = shard.rights
                 if (
                     clock
                     and rights is not None
                     and EPOCH_US <= clock < END_US
-                    and rights.lowest(at) <= clock < rights.clock_high
+                    and rights.lowest(sent_at) <= clock < rights.clock_high
                     and session.incarnation == rights.incarnation
-                    and shard.rights is rights
-                    and (answered_at := now()) - at < REFRESH_AFTER
+                    and (answered_at := now()) - sent_at < REFRESH_AFTER
                 ):
                     base = base_token(rights.term, clock)
                     hold = Hold(slot, raw, running(), None, shard, session, base, at=answered_at)
-                    session.grant(hold, at, answered_at)
+                    session.grant(hold, sent_at, answered_at)
                     if executes is None and session.may_prepare and table not in session.prepared:
                         _prepare(session, table, until)
                 else:
                     session.keep(data, executes is not None)
-                    early = Sent(session, at, releasing)
+                    early = Sent(session, sent_at, releasing)
             except (Gone, Silent) as error:
                 session.hold = None
                 early, hold = error, None
@@ -171,6 +183,28 @@ def take(
             abandon(ask)
         core.gates.withdraw(slot, address, hold)
         raise
+
+
+def _await_session(core: Core, shard: Shard, until: float, prefer: Session | None, address: Address) -> Session | None:
+    """A session for the caller at `address` once one is free or opened; None: `take_row` has to say.
+
+    Raises:
+        Gone, Silent, Answered: opening one failed, and there is time left.
+    """
+    if own_holds(running()):
+        return None  # a caller that holds rows may not wait for sessions as others do
+    try:
+        session = drive(shard.pool.check_out(until, prefer=prefer, borrower=address))
+    except (Exhausted, PoolClosed):
+        return None
+    except Silent:
+        if now() < until:
+            raise
+        return None
+    if not core.closed and shard.breaker.closed and until - now() > SERVER_MARGIN:
+        return session
+    shard.pool.give_back(session)
+    return None
 
 
 def _prepare(session: Session, table: int, until: float) -> None:

@@ -22,7 +22,7 @@ from lockrouter.sql.statements import MARIADB, MYSQL
 from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
 from lockrouter.testing.shardfiles import APPLICATION
-from tests.support.observe import Observer, Routers, eventually, keys_on
+from tests.support.observe import Observer, Routers, elapsed, eventually, in_thread, keys_on
 from tests.support.proxy import EXECUTES, Cut, Proxy, Rule, Way
 
 pytestmark = pytest.mark.server
@@ -263,7 +263,7 @@ def test_a_session_goes_back_without_a_transaction(routers: Routers, server: Obs
 
 
 def prepared_session(router: LockRouter, key: str) -> Session:
-    """The session that locks this key, with a statement for it: locks are text while the shard's state is read anew."""
+    """The session that locks this key, with a statement for it: a fresh router takes its first lock step by step."""
     for _ in range(20):
         with router.lock(key, timeout=5.0, confirm=True) as held:
             session = held._held.session
@@ -288,6 +288,38 @@ def test_a_lock_executes_what_its_session_has_prepared(routers: Routers, proxy: 
         router.lock(key, timeout=5.0).release()
     assert sent(proxy, b" /* ") == texts
     assert sent(proxy, EXECUTES) == executed + len(keys)
+
+
+def test_who_waited_for_a_session_executes_too(routers: Routers, proxy: Proxy) -> None:
+    router = routers.make(ports={0: proxy.port}, pool={"size": 1, "min_idle": 1})
+    key, second = keys_on(router, 0, 2, prefix="waits")
+    for _ in range(100):
+        prepared_session(router, key)
+        prepared_session(router, second)
+        texts, executed = sent(proxy, b" /* "), sent(proxy, EXECUTES)
+        held = router.lock(key, timeout=5.0)
+        waiter = in_thread(lambda: router.lock(second, timeout=5.0).release())
+        eventually(lambda: router.health()["shard-0"]["pool"]["waiting"] == 1)
+        held.release()
+        waiter.result()
+        if sent(proxy, b" /* ") == texts:  # the shard's state was not read anew meanwhile
+            assert sent(proxy, EXECUTES) == executed + 2
+            return
+    raise AssertionError("who waits for a session always sends text")
+
+
+def test_who_waited_for_a_session_waits_at_the_server_for_what_is_left(routers: Routers) -> None:
+    router, other = routers.make(pool={"size": 1, "min_idle": 1}), routers.make()
+    key, second = keys_on(router, 0, 2, prefix="left")
+    prepared_session(router, second)
+    with other.lock(second, timeout=5.0):
+        held = router.lock(key, timeout=5.0)
+        waiter = in_thread(lambda: elapsed(lambda: router.lock(second, timeout=1.0)))
+        eventually(lambda: router.health()["shard-0"]["pool"]["waiting"] == 1)
+        time.sleep(0.5)
+        held.release()
+        assert 0.95 < waiter.result() < 1.3
+    prepared_session(router, second)
 
 
 def test_each_call_is_bounded_by_its_own_timeout(routers: Routers) -> None:

@@ -59,11 +59,12 @@ class Wire:
 
     def send(self, data: bytes) -> None:
         """Hand all of `data` to the kernel; raises OSError."""
-        if self._kernel and self.sock.send(data) == len(data):
+        sent = self.sock.send(data)  # of a cooperative socket `sendall` costs several times as much
+        if sent == len(data):
             return
         if self._kernel:
             raise OSError("the peer takes no more bytes")
-        self.sock.sendall(data)
+        self.sock.sendall(data[sent:])
 
     def receive(self, until: float, least: int = 1) -> bytes:
         """Return at least one byte, or `b""` at the end of the stream.
@@ -107,7 +108,10 @@ class Wire:
         """Send `data`, then receive: as `send` and `receive`, in one step for what every lock does. `at` is now."""
         if not self._kernel:
             self.send(data)
-            return self.receive(until, least)
+            received = self.receive(until, least)
+            while received and len(received) < least and (more := self.receive(until, least)):
+                received += more
+            return received
         if self.sock.send(data) != len(data):
             raise OSError("the peer takes no more bytes")
         if least != self._least:
