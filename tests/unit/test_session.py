@@ -14,6 +14,7 @@ from lockrouter.deadline import now
 from lockrouter.errors import LossReason
 from lockrouter.protocol.effects import RECEIVE, TALK, Operation, drive
 from lockrouter.protocol.packets import PING, QUIT, ROLLBACK, Err, Ok, Rows, query
+from lockrouter.protocol.wire import Wire
 from lockrouter.session import Answered, Gone, Session, Silent, State, single_row
 from lockrouter.sql.statements import MYSQL
 
@@ -215,6 +216,24 @@ def test_the_end_of_the_stream_is_told_from_silence(line: Line) -> None:
         drive(line.session.exchange(STATEMENT, soon()))
     assert not gone.value.answered
     assert line.session.state == State.DEAD
+
+
+class _Sips(socket.socket):
+    """No kernel socket to a `Wire`, as under gevent, and it gives a few bytes at a time."""
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        return super().recv(min(size, 11), flags)
+
+
+def test_a_cooperative_socket_is_read_until_there_is_enough() -> None:
+    ours, server = socket.socketpair()
+    with server, _Sips(fileno=ours.detach()) as sock:
+        wire = Wire(sock)
+        server.sendall(bytes(range(30)))
+        assert wire.talk(STATEMENT, soon(), 12, now()) == bytes(range(22))
+        server.shutdown(socket.SHUT_WR)
+        assert wire.talk(STATEMENT, soon(), 12, now()) == bytes(range(22, 30)), "no more will come"
+        assert server.recv(100) == STATEMENT * 2
 
 
 @pytest.mark.parametrize("part", [b"", ok()[:1]], ids=["nothing", "a byte"])
