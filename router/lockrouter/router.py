@@ -118,7 +118,8 @@ class LockRouter(RecipeVerbs):
         shared: bool = False,
         confirm: bool = False,
     ) -> RowLock | None:
-        """Take the row lock of `key` if the row is free now; None: the row is busy. An outage raises.
+        """Take the row lock of `key` if the row is free now; None: the row is busy, never an outage. That raises, or
+        degrades where the key's class says so.
 
         Raises:
             As `lock`, but for LockTimeout.

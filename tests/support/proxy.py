@@ -430,6 +430,7 @@ class Proxy:
         self._silent.clear()
         self._rules.clear()
         for link in tuple(self._links):
+            link.rule = None  # what it had met, and had not used up yet
             if link.stalled:
                 self._end(link, Cut.RST)
             elif link.silent:

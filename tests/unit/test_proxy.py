@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.proxy import APART, Proxy, Weather
+from tests.support.proxy import APART, Cut, Proxy, Rule, Way, Weather
 
 TEXT = bytes(range(256)) * 4
 
@@ -94,6 +94,17 @@ def test_what_was_late_is_not_overtaken(proxy: Proxy, ends: tuple[socket.socket,
     proxy.accept()
     client.sendall(b"second")
     assert b"".join(take(server, 12)) == b"first second"
+
+
+def test_a_rule_that_was_met_is_over_with_the_others(proxy: Proxy, ends: tuple[socket.socket, socket.socket]) -> None:
+    client, server = ends
+    rule = proxy.add(Rule(Way.UP, 10, Cut.FIN, marker=b"mark"))
+    client.sendall(b"mark")
+    take(server, 4)
+    assert rule.met.is_set()
+    proxy.accept()
+    client.sendall(TEXT)
+    assert b"".join(take(server, len(TEXT))) == TEXT
 
 
 def test_it_remembers_what_was_said(proxy: Proxy, ends: tuple[socket.socket, socket.socket]) -> None:

@@ -186,7 +186,7 @@ class Line:
         seen = holders(self.base, [*wanted, *self._places], until)
         free = [place for place in wanted if place.digest not in seen]
         before = sum(self._is_before(seen.get(place.digest), ticket) for place in self._places)
-        free = free[: max(0, len(free) - self._held_beyond(permits))] if free else free
+        free = free[: max(0, len(free) - self._held_beyond(permits, until))] if free else free
         left = [seen[place.digest].left for place in wanted if place.digest in seen]
         return _Seen(
             # Those who may have one take different ones, more often than not.
@@ -201,9 +201,9 @@ class Line:
             return False
         return ticket is None or other.token < ticket.token
 
-    def _held_beyond(self, permits: int) -> int:
+    def _held_beyond(self, permits: int, until: float) -> int:
         """How many permits above `permits` are held: handed out when there were more; looked up once a second."""
         if self._counted_for != permits or now() - self._counted_at >= _COUNT_AGAIN:
-            self._beyond = self.base.count_parts(b"\0p", permits)
+            self._beyond = self.base.count_parts(b"\0p", permits, until)
             self._counted_for, self._counted_at = permits, now()
         return self._beyond

@@ -117,10 +117,10 @@ class Place:
         """Another lease of the same bucket."""
         return Place(self.core, self.kind, self.name, part)
 
-    def count_parts(self, prefix: bytes, least: int) -> int:
-        """How many leases of this name are held whose part is the prefix and a number of `least` or more."""
+    def count_parts(self, prefix: bytes, least: int, until: float) -> int:
+        """How many leases of this name are held whose part is the prefix and a number from `least` on; by `until`."""
         begins = self.key + prefix
-        rows = _read(self, sql.leases_of_kind(self.address.table, self.address.bucket, self.kind), None)
+        rows = _read(self, sql.leases_of_kind(self.address.table, self.address.bucket, self.kind), until)
         parts = [held.key.removeprefix(begins) for held in rows.values() if held.key.startswith(begins)]
         return sum(part.isdigit() and int(part) >= least for part in parts)
 
