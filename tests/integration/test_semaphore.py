@@ -14,7 +14,7 @@ from lockrouter.recipes import line
 from lockrouter.recipes.line import PLACE_TTL
 from lockrouter.recipes.own import holders
 from tests.support.observe import Routers, eventually, in_thread, keys_on
-from tests.support.proxy import Proxy
+from tests.support.proxy import Cut, Proxy, Rule, Way
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("no_leases")]
 
@@ -186,6 +186,22 @@ def test_a_black_holed_shard_costs_no_more_than_the_timeout(routers: Routers, na
             eventually(lambda: router.health()["shard-0"]["state"] == "ok")
         assert max(took) < 2.0, "not a connect_timeout more"
         assert min(took) < 0.6, took
+        router.close()
+
+
+def test_no_question_of_an_acquire_outlasts_its_timeout(routers: Routers, name: str) -> None:
+    with Proxy(routers.cluster.port(0)) as proxy:
+        router = routers.make(ports={0: proxy.port}, breaker={"failures": 10_000})
+        router.warm()
+        for question in (b"l.kind = ", b"lease_"):
+            rule = proxy.add(Rule(Way.DOWN, 0, Cut.STALL, marker=question))
+            began = time.monotonic()
+            with pytest.raises((LockTimeout, ShardError)):
+                router.semaphore(name, permits=1).acquire(timeout=0.4)
+            assert time.monotonic() - began < 0.9
+            assert rule.struck.is_set()
+            proxy.accept()
+            eventually(lambda: router.health()["shard-0"]["state"] == "ok")
         router.close()
 
 
