@@ -257,6 +257,7 @@ class Routers:
                     observer.close()
 
     def _nothing_left(self) -> None:
+        gc.collect()  # connections of an engine whose making was interrupted
         for observer in self.observers:
             # Without a session there is no lock of theirs either.
             eventually(lambda: not observer.sessions(), 5.0, observer.sessions)  # noqa: B023 - called now

@@ -177,7 +177,10 @@ class _Candidate:
     def leave_soon(self) -> None:
         """Have the thread end, and the leadership with it. No I/O, no mutex: a finaliser may run anywhere."""
         self._leaving = True
-        self._bell.wake()
+        try:
+            self._bell.wake()
+        finally:
+            self._bell.wake()  # an interrupt may have come before the first one did anything
 
     def leave(self) -> None:
         """Stand no more; waits for the thread."""
