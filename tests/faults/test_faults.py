@@ -610,7 +610,7 @@ def test_the_locking_exchange_is_cut_after_any_byte(
         for _ in range(20):
             if rule.met.is_set():
                 break
-            held.release(confirm=True)  # the shard's state was read anew just then: such a lock is sent as text
+            held.release(confirm=True)  # that lock was taken step by step, which sends text
             held = router.lock(key, timeout=5.0)
         proxy.drop(rule)
         assert not held.degraded

@@ -118,6 +118,8 @@ class Observer:
         }
 
     def _locks_mariadb(self) -> dict[str, list[int]]:
+        if not self.sessions():
+            return {"holders": [], "waiters": []}
         time.sleep(max(0.0, self._looked_at + _CACHED_FOR - time.monotonic()))
         rows = self.ask("SELECT trx_mysql_thread_id, trx_state, trx_rows_locked FROM information_schema.INNODB_TRX")
         self._looked_at = time.monotonic()
@@ -259,8 +261,8 @@ class Routers:
     def _nothing_left(self) -> None:
         gc.collect()  # connections of an engine whose making was interrupted
         for observer in self.observers:
-            # Without a session there is no lock of theirs either.
             eventually(lambda: not observer.sessions(), 5.0, observer.sessions)  # noqa: B023 - called now
+            assert not _on_server(observer)
         eventually(lambda: not self._new_threads(), 5.0, self._new_threads)
 
     def _new_threads(self) -> list[threading.Thread]:
