@@ -5,13 +5,18 @@ BIN := .venv/bin
 REQUIREMENTS := .venv/.requirements-installed
 PACKAGE := .venv/.package-installed
 
+# Tests start some hundred Python processes: none should have to compile what another one has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint slow chaos soak demo bench load clean
+.PHONY: help setup servers test lint slow chaos soak demo bench load clean
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-8s %s\n", $$1, $$2}'
 
-setup: $(PACKAGE) ## everything the other targets need; the second time it takes a second
+setup: servers ## everything the other targets need; the second time it takes a second
+
+servers: $(PACKAGE)
 	@$(BIN)/python -m lockrouter.testing.binaries
 
 $(REQUIREMENTS): requirements.txt .ci/venv
@@ -23,16 +28,17 @@ $(PACKAGE): pyproject.toml $(REQUIREMENTS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-lint: setup ## style, types, and which module may import which
+lint: $(PACKAGE) ## style, types, and which module may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint ## lint, then every quick test, on both servers
+test: $(PACKAGE) ## lint, then every quick test, on both servers
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint servers
 	$(BIN)/pytest -m "not slow"
 
-slow: setup ## the tests that take more than ten seconds: kills, long histories, many repetitions
+slow: setup ## the tests that take long and have quicker ones beside them: kills, long histories, many repetitions
 	$(BIN)/pytest -m slow
 
 chaos: setup ## random faults over four shards of both vendors, then the invariants: OPTIONS="--seconds 180 --seed 1 --on-outage local"

@@ -34,9 +34,12 @@ if TYPE_CHECKING:
     from lockrouter.lent import LentSession
     from lockrouter.shard import Shard
 
-__all__ = ["Keeper", "Rights"]
+__all__ = ["ANOTHER_TOPOLOGY", "SHARED_CONNECTION", "Keeper", "Rights"]
 
 _log = logging.getLogger("lockrouter")
+
+ANOTHER_TOPOLOGY = "the database was seeded for another topology than the file's: `lockrouter verify` says what differs"
+SHARED_CONNECTION = "a proxy shares server connections between clients; row locks need their own"
 
 _CLOCK_TOLERANCE_US = 50_000
 _SLOWEST_US = 999_000
@@ -215,9 +218,9 @@ class Keeper:
         hosts.see_term(reading)
         rival = hosts.rival()
         if reading.connection_id != session.connection_id:
-            shard.refuse("a proxy shares server connections between clients; row locks need their own")
+            shard.refuse(SHARED_CONNECTION)
         elif (reading.protocol, reading.fingerprint) != (shard.protocol, shard.fingerprint):
-            shard.refuse("the database was seeded for another topology", mismatch=True)
+            shard.refuse(ANOTHER_TOPOLOGY, mismatch=True)
         elif reading.not_primary is not None:
             shard.demote(reading.not_primary)
         elif reading.term < hosts.highest_term:

@@ -384,6 +384,13 @@ class LockSet:
         if first is not None:
             raise first
 
+    def __repr__(self) -> str:
+        if not any(member.attached for member in self):
+            state = "released"
+        else:
+            state = "lost" if self.lost else "degraded" if self.degraded else "held"
+        return f"<LockSet of {len(self)} {state}>"
+
     def __enter__(self) -> LockSet:
         return self
 

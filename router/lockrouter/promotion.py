@@ -41,7 +41,7 @@ def promote(core: Core, hold: Hold, key: bytes, timeout: float | None) -> bool:
             if hold.lost is not None:
                 raise LockLost(f"the lock is lost: {hold.lost.value}", key=key, reason=hold.lost)
             if not hold.count:
-                raise NotHeld("the lock was released meanwhile")
+                raise NotHeld(f"the lock of key {core.shown(key)} was released meanwhile")
             if hold.session is not None:
                 break  # promoted by another thread
         outcome = "busy" if real is None else "acquired"

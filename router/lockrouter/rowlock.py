@@ -128,7 +128,7 @@ class RowLock:
             ShardError: the shard is not back, or one of its other kinds.
         """
         if not self.attached:
-            raise NotHeld("the lock was released")
+            raise self._not_held()
         reason = self._loss()
         if reason is not None:
             raise self._lost_error(reason)
@@ -151,7 +151,7 @@ class RowLock:
         """
         hold = self._held
         if not self.attached:
-            raise NotHeld("the lock was released")
+            raise self._not_held()
         reason = self._loss()
         if reason is None and not hold.local:
             if hold.session is None:
@@ -176,13 +176,13 @@ class RowLock:
             return
         core, hold = self._core, self._held
         if not self.attached:
-            raise NotHeld("the lock was released before")
+            raise self._not_held()
         if not confirm and core.let_go(hold, self):
             return
         try:
             reason = self._release(core, hold, confirm)
         except NotHeld:
-            raise
+            raise self._not_held() from None
         except BaseException:
             if not self.attached and not hold.count:
                 # An interrupt came between the last handle's end and the row's: the background does the rest.
@@ -219,6 +219,9 @@ class RowLock:
     def _lost_error(self, reason: LossReason) -> LockLost:
         shown = self._core.shown(self._key)
         return LockLost(f"the lock of key {shown} is lost: {reason.value}", key=self._key, reason=reason)
+
+    def _not_held(self) -> NotHeld:
+        return NotHeld(f"the lock of key {self._core.shown(self._key)} was released before")
 
     def __enter__(self) -> RowLock:
         return self

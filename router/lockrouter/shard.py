@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockrouter.breaker import Breaker
-from lockrouter.control import Keeper, Rights
+from lockrouter.control import ANOTHER_TOPOLOGY, SHARED_CONNECTION, Keeper, Rights
 from lockrouter.deadline import now
 from lockrouter.errors import LossReason, ShardError, ShardUnavailable, TopologyMismatch
 from lockrouter.lent import LentSession, open_lent
@@ -251,10 +251,10 @@ class Shard:
             raise
         if numbers[0] != session.connection_id:
             session.die()
-            raise Answered(0, "a proxy shares server connections between clients; row locks need their own")
+            raise Answered(0, SHARED_CONNECTION)
         if (numbers[1], found) != (self.protocol, self.fingerprint):
             session.die()
-            raise TopologyMismatch("the database was seeded for another topology", shard=self.id)
+            raise TopologyMismatch(ANOTHER_TOPOLOGY, shard=self.id)
         session.incarnation = (identity, started_at)
         session.may_prepare = prepares == b"1" and session.wire.prepares
 

@@ -31,7 +31,7 @@ from lockrouter import (
 )
 from lockrouter.leases.entry import Entry
 from lockrouter.leases.keeper import Keeper
-from lockrouter.leases.rows import Said
+from lockrouter.leases.rows import Kind, Said
 from lockrouter.leases.service import Leases
 from lockrouter.protocol.packets import query
 from lockrouter.session import State
@@ -307,6 +307,41 @@ def test_a_silent_shard_bounds_every_verb(router: LockRouter, proxy: Proxy, rout
     settled(routers, router)
 
 
+def test_who_is_held_off_until_the_end_is_told_so_though_the_last_look_is_not_answered(
+    router: LockRouter, proxy: Proxy, routers: Routers, key: str
+) -> None:
+    with routers.make().lease(key, ttl=30):
+        waiting = in_thread(lambda: router.lease(key, ttl=2, timeout=2.0))
+        name = (Kind.LEASE, key.encode())
+        queues = router._core.leases.queues._queues
+        eventually(lambda: name in queues and (lead := queues[name].lead) is not None and lead.polls)
+        proxy.stop()
+        try:
+            with pytest.raises(LockTimeout):
+                waiting.result()
+        finally:
+            proxy.accept()
+    settled(routers, router)
+
+
+def test_who_meets_a_locked_row_until_the_end_is_told_so_though_the_last_look_is_not_answered(
+    router: LockRouter, proxy: Proxy, routers: Routers, server: Observer, key: str
+) -> None:
+    router.lease(key, ttl=2).release()
+    table, bucket, k = place(router, key)
+    stranger = server.connect()
+    with stranger.cursor() as cursor:
+        cursor.execute("BEGIN")
+        cursor.execute(f"SELECT * FROM {table} WHERE bucket = %s AND k = %s FOR UPDATE", (bucket, k))
+        # A look that begins just before the end has no time for its answer.
+        proxy.delay(0.015)
+        with pytest.raises(MaintenanceStall):
+            router.lease(key, ttl=2, timeout=2.0)
+        proxy.delay(0.0)
+    stranger.close()
+    settled(routers, router)
+
+
 def test_a_server_that_restarts_keeps_the_leases(cluster: Cluster, routers: Routers, server: Observer) -> None:
     router = routers.make(breaker=NEVER)
     key = keys_on(router, SHARD, prefix="restart")[0]
@@ -523,6 +558,7 @@ def others(router: LockRouter, keys: list[str]) -> int:
     return len(keys)
 
 
+@pytest.mark.slow
 def test_processes_with_overlapping_keys_and_a_deleter(cluster: Cluster, routers: Routers, tmp_path: Path) -> None:
     """Exclusion by interval, tokens in order, no error but a caller's own, whatever is deleted meanwhile."""
     stop = threading.Event()

@@ -31,6 +31,7 @@ def bench(folder: Path, vendor: Vendor, *options: str) -> tuple[str, dict[str, o
     return done.stdout, found
 
 
+@pytest.mark.slow
 def test_a_part_of_the_benchmark(vendor: Vendor, tmp_path: Path) -> None:
     output, found = bench(tmp_path, vendor, "--only", "one hot key")
     assert "against no hand-over" in output

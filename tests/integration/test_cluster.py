@@ -146,6 +146,7 @@ def test_stop_kill_and_start_keep_port_and_data(folder: Path, vendor: Vendor) ->
         assert "shutdown complete" in log
 
 
+@pytest.mark.slow
 def test_options_hold_for_the_cluster_or_for_one_run(folder: Path, vendor: Vendor) -> None:
     with Cluster.up(folder, 1, vendor, options={"max-connections": 33}, binlog=True) as cluster:
         assert ask(cluster, 0, "SELECT @@max_connections") == 33
@@ -209,6 +210,7 @@ def test_a_starter_killed_midway_leaves_nothing_that_down_does_not_find(
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_two_clusters_side_by_side(folder: Path, tmp_path: Path, vendor: Vendor) -> None:
     with Cluster.up(folder, 2, vendor) as one, Cluster.up(tmp_path / "other", 2, vendor) as other:
         assert len({cluster.port(index) for cluster in (one, other) for index in range(2)}) == 4
@@ -267,6 +269,7 @@ def test_more_shards_than_buckets(folder: Path, vendor: Vendor) -> None:
         Cluster.up(folder, 3, vendor, topology={"buckets": 2})
 
 
+@pytest.mark.slow
 def test_a_port_that_was_taken_meanwhile(folder: Path, vendor: Vendor, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as rival:
         ports = [rival.getsockname()[1]]
@@ -305,6 +308,7 @@ def test_commands(folder: Path, vendor: Vendor) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_up_and_down_at_once_by_many_end_in_order(folder: Path, vendor: Vendor) -> None:
     """Of three that want the folder one gets it, two are told; three that end it end it once."""
     starters = [start_elsewhere(folder, 1, vendor) for _ in range(3)]

@@ -42,7 +42,8 @@ def test_the_demo_degrades_recovers_and_proves(tmp_path: Path, vendor: Vendor) -
     assert not servers(folder, vendor)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_nothing(tmp_path: Path, vendor: Vendor, number: signal.Signals) -> None:
     folder = tmp_path / "demo"
     with start(folder, vendor) as demo:

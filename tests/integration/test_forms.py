@@ -145,10 +145,12 @@ def test_all_rows_are_taken_and_freed_together(router: LockRouter, other: LockRo
         assert isinstance(held, LockSet)
         assert set(held.tokens) == set(keys)
         assert not held.degraded and not held.lost
+        assert repr(held) == "<LockSet of 20 held>"
         held.check()
         sessions = {member._held.session for member in held}
         assert len(sessions) == len({router.route(key).shard for key in keys}), "one session per shard"
         assert all(other.try_lock(key) is None for key in keys)
+    assert repr(held) == "<LockSet of 20 released>"
     for key in keys:
         again = other.lock(key, timeout=1)
         assert again.token > held.tokens[key]

@@ -28,7 +28,7 @@ def load(cluster: Cluster, *options: str, **environment: str) -> subprocess.Comp
     )
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_locust_runs_and_exclusion_holds(cluster: Cluster, processes: str) -> None:
     done = load(cluster, "--processes", processes, "--users", "20", "--rate", "10")
     output = done.stdout + done.stderr

@@ -44,6 +44,7 @@ class Observer:
         self.index = index
         self.database = f"locks_{index}"
         self._connection: pymysql.Connection[Any] | None = None
+        self._lent: list[pymysql.Connection[Any]] = []
         self._looked_at = 0.0
 
     def ask(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
@@ -55,11 +56,23 @@ class Observer:
                 if error.args and error.args[0] not in (0, 2006, 2013, 4031, 1927):
                     raise
                 self._connection.close() if self._connection.open else None
-        self._connection = self.connect()
+        self._connection = self._open()
         return self._run(self._connection, statement, values)
 
     def connect(self) -> pymysql.Connection[Any]:
-        """A new administrator's connection to the shard's database; the caller closes it."""
+        """A new administrator's connection to the shard's database; the caller closes it, or `end_strangers` does."""
+        made = self._open()
+        self._lent.append(made)
+        return made
+
+    def end_strangers(self) -> None:
+        """Close what `connect` has given out: what a test that failed has locked must not be locked for the next."""
+        while self._lent:
+            lent = self._lent.pop()
+            if lent.open:
+                lent.close()
+
+    def _open(self) -> pymysql.Connection[Any]:
         # Preparing for TLS takes PyMySQL ten times as long as all the rest.
         try:
             return self.cluster.connect(self.index, database=self.database, ssl_disabled=True)
@@ -248,6 +261,8 @@ class Routers:
     def finish(self) -> None:
         """Close the routers; then no session, no lock, no waiter and no thread of theirs remains."""
         try:
+            for observer in self.observers:
+                observer.end_strangers()
             self.quiet()
         finally:
             for router, _ in self._made:

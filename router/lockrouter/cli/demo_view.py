@@ -16,13 +16,13 @@ from lockrouter.testing.load import Figures, Report
 
 __all__ = ["Row", "View", "summary"]
 
-_WINDOW = 2.0
+_WINDOW = 1.0
 _EVENTS = 6
 _COLUMNS = ("shard", "server", "breaker", "locks/s", "degraded/s", "refused/s", "pool busy+idle", "p50 ms", "p99 ms")
 
 
 class Row(NamedTuple):
-    """One shard in the last two seconds, all processes together; times in seconds."""
+    """One shard in the last second, all processes together; times in seconds."""
 
     shard: str
     server: str
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 
 class View:
-    """Follows a fleet: rates over the last two seconds, and the events of the run with their times."""
+    """Follows a fleet: rates over the last second, and the events of the run with their times."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet

@@ -184,7 +184,7 @@ class Lease:
 
     def _require_open(self) -> None:
         if not self._open:
-            raise NotHeld("the lease was released")
+            raise NotHeld(f"the lease of key {self._leases.shown(self._entry.key)} was released before")
 
     def _lost_error(self, reason: LossReason) -> LockLost:
         shown = self._leases.shown(self._entry.key)

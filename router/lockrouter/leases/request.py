@@ -61,6 +61,8 @@ class Take:
         self.waiter = Waiter()
         # True once the lease is known to be held elsewhere: this caller looks again and again.
         self.polls = False
+        # What the last answer says of somebody else's lease, or transaction: until when it is in the way.
+        self.held_until = self.locked_until = 0.0
         self.entry: Entry | None = None
         self.handle: Lease | None = None
         # What the call consists of: it is over when that is.

@@ -198,7 +198,7 @@ class Leases(Holdings):
             if not self.take_out(entry):
                 others = entry.lost is None
                 if others:
-                    raise NotHeld("the lease was released")
+                    raise NotHeld(f"the lease of key {self.shown(entry.key)} was released before")
                 return entry.lost
             reason = drive(giving.free(self, entry))
         except (NotHeld, ShardError):

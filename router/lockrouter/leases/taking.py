@@ -33,7 +33,7 @@ from lockrouter.errors import (
 )
 from lockrouter.leases.entry import Entry
 from lockrouter.leases.queues import Place
-from lockrouter.leases.rows import Item, Seen, Verb
+from lockrouter.leases.rows import Answer, Item, Said, Seen, Verb
 from lockrouter.leases.trouble import error_of, refuse_in_outage
 from lockrouter.protocol.effects import SLEEP, WAIT, Operation
 from lockrouter.session import Answered, driver_error
@@ -47,6 +47,7 @@ _FIRST_POLL = 0.05
 _LONGEST_POLL = 0.5
 _AFTER_FREE = 0.002
 _LOCKED_PAUSE = 0.02
+_STILL_LOCKED = 5 * _LOCKED_PAUSE
 _FREED_PAUSE = 0.002
 
 
@@ -164,9 +165,13 @@ def _attempt(ask: Take) -> Operation[Entry | Seen]:
                 return answer
             yield (SLEEP, now() + jittered(_FREED_PAUSE), None)
         elif ask.until - now() <= _LOCKED_PAUSE:
-            raise MaintenanceStall("the lease's row is locked by somebody's transaction", shard=ask.shard.id)
+            raise _stalled(ask)
         else:
             yield (SLEEP, now() + jittered(_LOCKED_PAUSE), None)
+
+
+def _stalled(ask: Take) -> MaintenanceStall:
+    return MaintenanceStall("the lease's row is locked by somebody's transaction", shard=ask.shard.id)
 
 
 def _ask(ask: Take, item: Item) -> Operation[Item]:
@@ -184,6 +189,7 @@ def _ask(ask: Take, item: Item) -> Operation[Item]:
             # Until an answer says otherwise, the server may still do it.
             ask.doubtful = ask.doubtful or (item.sent_at is not None and not (done and item.error is None))
         if done and item.error is None:
+            _note(ask, item.answer)
             return item
         error = item.error
         faults += 1
@@ -198,11 +204,24 @@ def _ask(ask: Take, item: Item) -> Operation[Item]:
         item = again
 
 
+def _note(ask: Take, answer: Answer) -> None:
+    """Remember what is in the way: the end of the caller's time may come while it is looked at again."""
+    ask.held_until = ask.locked_until = 0.0
+    if isinstance(answer, Seen) and answer.owner != ask.owner:
+        ask.held_until = now() + answer.free_in(ask.leases.config.router.clock_skew)
+    elif answer is Said.LOCKED:
+        ask.locked_until = now() + _STILL_LOCKED
+
+
 def _give_up(ask: Take, error: Exception | None) -> None:
     what = "did not answer within the caller's timeout" if error is None else f"does not answer: {error}"
     cause = None if error is None else driver_error(error)
     if ask.doubtful:
         raise OutcomeUnknown(f"{what}; the lease may have been granted, and is given up", shard=ask.shard.id) from cause
+    if error is None and now() < ask.held_until:
+        raise ask.timed_out()
+    if error is None and now() < ask.locked_until:
+        raise _stalled(ask)
     if error is None:
         raise PoolTimeout("the connection for leases was busy for the caller's whole timeout", shard=ask.shard.id)
     raise ShardUnavailable(what, shard=ask.shard.id) from cause
