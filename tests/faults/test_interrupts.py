@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -168,8 +169,10 @@ EVERY: dict[Callable[[Stage], None], int] = {
 
 
 @pytest.fixture
-def engine(routers: Routers) -> Iterator[Engine]:
+def engine(routers: Routers, caplog: pytest.LogCaptureFixture) -> Iterator[Engine]:
     """The application's own, for `lock_in`."""
+    # What SQLAlchemy's pool logs of an interrupt comes with a traceback: kept, it would keep the connection open.
+    caplog.set_level(logging.CRITICAL + 1, "sqlalchemy.pool")
     made = engine_of(routers.config, SHARD, poolclass=NullPool)
     yield made
     made.dispose()
