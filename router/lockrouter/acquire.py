@@ -438,7 +438,7 @@ def _metadata_locked(ask: Ask) -> Operation[bool]:
     try:
         until = min(now() + GRACE, ask.last)
         session = yield from ask.shard.pool.check_out(until, wait=False, borrower=weakref.ref(borrower))
-    except (Exhausted, PoolClosed, Gone, Silent, Answered):
+    except (Exhausted, PoolClosed, Gone, Silent, Answered, ShardError):
         return False
     try:
         reply = yield from session.exchange(probe_table(session.dialect, ask.address.table), until)

@@ -31,6 +31,7 @@ from lockrouter.session import Answered, Garbled, Gone, Incarnation, Session, Si
 from lockrouter.sql import statements
 
 if TYPE_CHECKING:
+    from lockrouter.config import Endpoint
     from lockrouter.lent import LentSession
     from lockrouter.shard import Shard
 
@@ -43,6 +44,8 @@ SHARED_CONNECTION = "a proxy shares server connections between clients; row lock
 
 _CLOCK_TOLERANCE_US = 50_000
 _SLOWEST_US = 999_000
+_LONGER_WINDOWS = 10
+"""How many times as long as this router's own another router's grant window may be."""
 """Microseconds that a clock which is slewed backwards still shows for each second."""
 
 
@@ -81,11 +84,14 @@ class Keeper:
         self._reused = False
         self._writer: Session | None = None
         self._last: Reading | None = None
+        # The server whose clock has been followed from a reading that granted; and the first doubtful one of another.
+        self._known: Incarnation | None = None
+        self._doubted: Reading | None = None
         self._order: bytes | None = None
         self._order_what = ""
         self._write_failed = False
         # Where the writer session leads: what one server is told must never be written on another.
-        self._writer_at = shard.endpoint
+        self._writer_at: Endpoint | None = shard.endpoint
         # Connections to be killed. An id means something only between two starts of the server that gave it.
         self.kills: deque[tuple[int, Incarnation]] = deque(maxlen=1000)
         # Sessions whose statement takes so long that the server is asked what it does for them.
@@ -148,10 +154,12 @@ class Keeper:
         session.state = State.IDLE
         self._control = session
         self._judge(reading, session)
-        if self.hosts.several and (reading.not_primary is not None or reading.term < self.hosts.highest_term):
+        if reading.not_primary is not None or reading.term < self.hosts.highest_term:
+            # Also of a single host: its name may lead to another server by now.
             self._control = None
-            self.hosts.note(shard.endpoint, reading)
-            shard.poke_control()
+            if self.hosts.several:
+                self.hosts.note(shard.endpoint, reading)
+                shard.poke_control()
             yield from self._leave(session, reading.incarnation, until)
 
     def _leave(self, session: Session, incarnation: Incarnation, until: float) -> Operation[None]:
@@ -215,6 +223,8 @@ class Keeper:
     def _judge(self, reading: Reading, session: Session) -> None:
         shard, hosts = self._shard, self.hosts
         last, self._last = self._last, reading
+        if last is not None and last.incarnation[0] != reading.incarnation[0]:
+            self._writer_at = None  # a name may lead elsewhere by now: both sessions go to the same server
         hosts.see_term(reading)
         rival = hosts.rival()
         if reading.connection_id != session.connection_id:
@@ -234,8 +244,10 @@ class Keeper:
             self._new_term(reading, "another server than the one the last term was started on")
         elif reading.term == hosts.highest_term and reading.term_identity != hosts.highest_identity:
             self._new_term(reading, "another server has started the same term")
-        elif self._clock_fell(last, reading) or reading.clock_high - reading.clock > self._window_us:
+        elif self._clock_fell(last, reading) or reading.ahead_us > _LONGER_WINDOWS * self._window_us:
             self._new_term(reading, "the server's clock went back")
+        elif reading.ahead_us > self._window_us and self._known != reading.incarnation:
+            self._doubt(reading)
         elif reading.server_started != reading.incarnation[1]:
             self._restarted(reading)
         else:
@@ -251,8 +263,25 @@ class Keeper:
         passed_us = (reading.sent_at - last.received_at) * _SLOWEST_US
         return reading.clock < last.clock + passed_us - _CLOCK_TOLERANCE_US
 
+    def _doubt(self, reading: Reading) -> None:
+        """On a server not known yet, more is reserved than this router ever does: the clock went back, unless somebody
+        with a longer window goes on renewing it, which happens before half of what is reserved has passed.
+        """
+        if self._doubted is None or self._doubted.incarnation != reading.incarnation:
+            self._doubted = reading
+        first = self._doubted
+        patience = first.ahead_us / 2e6 + self._shard.config.pool.connect_timeout
+        restarted = reading.server_started != reading.incarnation[1]
+        if restarted or reading.sent_at - first.sent_at > patience:
+            self._new_term(reading, "the server's clock went back")
+        elif first.clock_high < reading.clock_high:
+            self._permit(reading)
+        else:
+            self._shard.suspend("more is reserved than this router's grant_window: has the server's clock gone back?")
+
     def _permit(self, reading: Reading) -> None:
         shard = self._shard
+        self._known, self._doubted = reading.incarnation, None
         if self._write_failed and reading.clock >= reading.clock_high:
             shard.demote("the server cannot commit: the grant window could not be renewed")
             self._renew(reading)

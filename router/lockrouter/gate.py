@@ -24,7 +24,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from functools import cached_property
 from typing import Any, Protocol
 
 from lockrouter.deadline import now
@@ -72,6 +71,7 @@ class Hold:
     # Keys of this row that were held and released inside this hold.
     seen: frozenset[bytes] = frozenset()
     mode = "row"
+    _keys: dict[bytes, list[int]] | None = None
     # The identity of the server, where the row is locked through a connection of the caller's.
     server = b""
 
@@ -105,12 +105,15 @@ class Hold:
         if row_at is not None:
             self.row_at, self.passes = row_at, passes
 
-    @cached_property
+    @property
     def keys(self) -> dict[bytes, list[int]]:
         """Per key: how many handles are open, and their token. Made when more than the first is asked for, under the
         gates' mutex and before anything is counted.
         """
-        return {self.key: [self.count, self.base + self.passes]}
+        made = self._keys
+        if made is None:
+            made = self._keys = {self.key: [self.count, self.base + self.passes]}
+        return made
 
     @property
     def local(self) -> bool:
@@ -506,7 +509,7 @@ class Gates:
         with self._lock:
             return key in hold.keys
 
-    def add_key(self, hold: Hold, key: bytes, handle: Share | None = None) -> None:
+    def add_key(self, hold: Hold, key: bytes, handle: Handle | None = None) -> None:
         """Count one more handle of a hold, for a key of its row, and attach it in the same step."""
         with self._lock:
             self._count_in(hold, key)

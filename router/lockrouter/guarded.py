@@ -121,15 +121,16 @@ class GuardedConnection(Handshake):
         """Find out whether the transaction is still the one that was lent; if not, the guard knows afterwards."""
         self._drain()
         savepoint, self._savepoint = self._savepoint, None
-        if savepoint is not None and self._doubt is None:
+        if savepoint is not None:
+            # Also behind an error: a procedure may have committed before it failed.
             try:
                 self._say(f"RELEASE SAVEPOINT {savepoint}")
             except err.MySQLError as error:
                 self._end(error)
         doubt, self._doubt = self._doubt, None
         if doubt is not None and self.open:
-            super()._execute_command(COMMAND.COM_PING, "")  # type: ignore[misc]
-            self._read_ok_packet()
+            self._ask(COMMAND.COM_PING, "")
+            self._replied()
         elif savepoint is not None:
             self._replied()
 
@@ -149,8 +150,29 @@ class GuardedConnection(Handshake):
             raise err.OperationalError(2013, "the statement before was interrupted, and its reply not read")
 
     def _say(self, statement: str) -> None:
-        super()._execute_command(COMMAND.COM_QUERY, statement)  # type: ignore[misc]
+        self._ask(COMMAND.COM_QUERY, statement)
+
+    def _ask(self, command: int, text: str) -> None:
+        """A command of the guard's own, and its OK; in flight meanwhile like the caller's."""
+        self._fly()
+        self._send(command, text)
         super()._read_ok_packet()  # type: ignore[misc]
+        self._in_flight = False
+
+    def _fly(self) -> None:
+        assert self.session is not None
+        with self.session.mutex:
+            self._in_flight = True
+            self._result = None
+
+    def _send(self, command: int, text: str | bytes) -> None:
+        try:
+            super()._execute_command(command, text)  # type: ignore[misc]
+        except err.MySQLError:
+            raise
+        except BaseException:
+            self._force_close()  # half a packet may be on its way
+            raise
 
     def _end(self, cause: BaseException | None) -> None:
         if self.guard is not None and not self.ending:
@@ -169,19 +191,14 @@ class GuardedConnection(Handshake):
         self._drain()
         if not self.ending:
             self._permit(guard, command, sql)
-        with session.mutex:
-            self._in_flight = True
-            self._result = None
+        self._fly()
         session.sent_at = now()
         self.commit_sent = self.ending
         try:
-            super()._execute_command(command, sql)  # type: ignore[misc]
+            self._send(command, sql)
         except err.MySQLError as error:
             self.commit_sent = False
             self._end(error)
-            raise
-        except BaseException:
-            self._force_close()  # half a packet may be on its way
             raise
 
     def _permit(self, guard: Guard, command: int, sql: str | bytes) -> None:
@@ -239,11 +256,11 @@ class GuardedConnection(Handshake):
         session = self.session
         if session is None or now() - session.sent_at < session.idle / _LONG or guard.lost_already:
             return
-        result, self._result = self._result, None
+        result = self._result
         session.sent_at = now()
-        super()._execute_command(COMMAND.COM_PING, "")  # type: ignore[misc]
-        self._read_ok_packet()
+        self._ask(COMMAND.COM_PING, "")
         self._result = result
+        self._replied()
 
     def _replied(self) -> None:
         self._in_flight = False

@@ -11,6 +11,7 @@ password in plain text included. Whoever answers at a shard's address may be no 
 from __future__ import annotations
 
 import socket
+import traceback
 from typing import Any, NoReturn
 
 from pymysql import err
@@ -130,4 +131,10 @@ def require_tls(connection: Connection[Any]) -> None:
 def is_answer(error: err.MySQLError) -> bool:
     """True where a login failed by something that was said: whoever says it may be granting rows to others."""
     code = error.args[0] if error.args else None
-    return code not in _LOST
+    return code not in _LOST or _was_said(error)
+
+
+def _was_said(error: err.MySQLError) -> bool:
+    """True of what came as an error packet: proxies say with a client's own codes that they have lost a server."""
+    frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1:] == [err.raise_mysql_exception.__name__]

@@ -104,6 +104,9 @@ def lock_in(core: Core, target: Target, key: str | bytes, timeout: float | None)
     refuse_frozen(ask, raw)
     connection = connection_of(target)
     inside = inside_of(connection, core)
+    if inside.held and not has_transaction(connection):
+        inside.end()  # by a COMMIT, or a statement that commits, which SQLAlchemy does not know for what it is
+        inside = inside_of(connection, core)
     hold = inside.enter(ask)
     if hold is None:
         _await_primary(ask)
@@ -234,7 +237,7 @@ def _send(ask: Ask, connection: Connection, dialect: Dialect) -> tuple[Rows | Er
     else:
         statement = dialect.try_lock(address.table, address.slot, tag)
     try:
-        rows = connection.exec_driver_sql(statement[_HEADER:].decode()).all()
+        rows = connection.exec_driver_sql(dialect.in_utc(statement[_HEADER:]).decode()).all()
     except DBAPIError as error:
         arguments = error.orig.args if error.orig is not None else ()
         if len(arguments) < 2 or not isinstance(arguments[0], int):

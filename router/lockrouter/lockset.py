@@ -84,8 +84,10 @@ def take_rows(asks: Sequence[Ask]) -> Operation[None]:
         for ask, hold in rows.items():
             core.gates.granted(ask, hold)
     except BaseException:
-        _let_go(core, asks, parties, rows)
-        _leave_gates(core, asks)
+        try:
+            _let_go(core, asks, parties, rows)
+        finally:
+            _leave_gates(core, asks)
         raise
 
 
@@ -148,12 +150,13 @@ def _let_go(core: Core, asks: Sequence[Ask], parties: dict[Shard, Party], rows: 
     """Give back every row and session; nothing here waits."""
     for shard, party in parties.items():
         session = party.session
+        lease = party.holds[0].lease if party.holds else None
         with session.mutex:
-            if session.state is State.HOLDING and party.holds:
+            if session.state is State.HOLDING and session.hold is party and party.holds:
                 core.send_rollback(session, party.holds)
             elif not party.holds:
                 session.die()  # interrupted before its first row was noted
-        shard.pool.give_back(session)
+        shard.pool.give_back(session, lease)  # once: an interrupt may have this begin again
     for ask in asks:
         left, ask.session = ask.session, None
         local, ask.local = ask.local, None
@@ -280,6 +283,10 @@ def lock_all(core: Core, named: dict[bytes, str | bytes], timeout: float | None,
         for ask in asks.values():
             if ask.slot not in attached:
                 core.give_up(ask)
+                for borrowed in ask.shard.pool.borrowed(ask):  # an interrupt hit the giving back itself
+                    borrowed.die()
+                    ask.shard.pool.give_back(borrowed)
+                core.gates.leave_queue(ask)
         raise
     for ask in asks.values():
         if ask.hold is not None and ask.hold not in ask.owns:
@@ -294,7 +301,7 @@ def lock_all(core: Core, named: dict[bytes, str | bytes], timeout: float | None,
 def _attach(core: Core, member: RowLock, ask: Ask) -> None:
     assert ask.hold is not None
     if encode(member.key) != ask.key:
-        core.gates.add_key(ask.hold, encode(member.key))
+        member.join(ask.hold)
     member.address = ask.address
     member.attach(ask.hold, core.gates.token_of(ask.hold, encode(member.key)))
 

@@ -32,6 +32,11 @@ class Reading(NamedTuple):
     sent_at: float
     received_at: float
 
+    @property
+    def ahead_us(self) -> int:
+        """Microseconds of the server's clock that are reserved for grants."""
+        return self.clock_high - self.clock
+
     @classmethod
     def of(cls, row: tuple[bytes | None, ...], sent_at: float, received_at: float) -> Reading:
         """Decode the row of `Dialect.control_read`.

@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 
 from lockrouter.backoff import jittered
 from lockrouter.deadline import GRACE, now
-from lockrouter.errors import LockLost, LossReason, OutcomeUnknown
+from lockrouter.errors import LockLost, LossReason, OutcomeUnknown, ShardError
 from lockrouter.pool import Borrower, Exhausted, PoolClosed
 from lockrouter.protocol.effects import Operation, drive
 from lockrouter.protocol.packets import Err, Rows
@@ -98,7 +98,7 @@ def _committed(transaction: Transaction, marker: bytes, unknown: OutcomeUnknown)
             return drive(_find(shard, marker, min(until, now() + _LOOK_FOR)))
         except PoolClosed:
             raise unknown from None
-        except (Gone, Silent, Answered, Exhausted):
+        except (Gone, Silent, Answered, Exhausted, ShardError):
             if now() >= until:
                 raise unknown from None
         shard.poke_control()

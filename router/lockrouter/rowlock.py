@@ -60,6 +60,11 @@ class RowLock:
         self._token = token
         self.attached = True
 
+    def join(self, hold: Hold) -> None:
+        """Be one more handle of a hold, for another key of its row: counted and attached in one step."""
+        self._hold = hold
+        self._core.gates.add_key(hold, self._key, self)
+
     def discard(self) -> None:
         """Have the background release what is held, when the call that made this handle was interrupted."""
         if self.attached:

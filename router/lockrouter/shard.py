@@ -43,6 +43,8 @@ __all__ = ["Refusal", "Shard", "tls_context"]
 _log = logging.getLogger("lockrouter")
 
 _QUICK = 0.1
+_LEAST = 0.05
+"""Seconds a question at connect has for its answer, however late the connection came."""
 """Seconds that a statement takes which waits for nobody; it is let end by itself."""
 _SETTLES = 5.0
 """Seconds after a change of the primary in which holders on other servers are looked for."""
@@ -176,8 +178,9 @@ class Shard:
         """Open a session for row locks and learn which server, since when, it leads to."""
         yield from self._await_primary(until)
         seconds = min(self.config.pool.connect_timeout, until - now())
+        end = now() + seconds
         session = yield from self._open(self.endpoint, seconds, control=False)
-        yield from self._identify(session, seconds)
+        yield from self._identify(session, end)
         session.send_rollback()
         return session
 
@@ -185,14 +188,15 @@ class Shard:
         """Open a session that can be lent to a caller's transaction."""
         yield from self._await_primary(until)
         seconds = min(self.config.pool.connect_timeout, until - now())
+        end = now() + seconds
         session = yield from open_lent(
             self.endpoint, seconds, self._tls, self.config.transaction, self._answers, self._ask_about
         )
-        yield from self._identify(session, seconds)
+        yield from self._identify(session, end)
         session.send_rollback()
         if self.engine is None and self.prepare is not None:
             prepare = self.prepare
-            yield from session.rollback(now() + max(seconds, 0.05))
+            yield from session.rollback(max(end, now() + _LEAST))
             try:
                 yield (CALL, lambda: prepare(session), None)
             except BaseException:
@@ -234,15 +238,16 @@ class Shard:
 
     def open_for_leases(self, seconds: float) -> Operation[Session]:
         """Open a session in autocommit for leases; it belongs to no pool, and may be idle for an hour."""
+        end = now() + seconds
         session = yield from self._open(self.endpoint, seconds, control=True)
-        yield from self._identify(session, seconds)
-        yield from set_up(session, LEASE_SESSION, now() + seconds)
+        yield from self._identify(session, end)
+        yield from set_up(session, LEASE_SESSION, max(end, now() + _LEAST))
         return session
 
-    def _identify(self, session: Session, seconds: float) -> Operation[None]:
+    def _identify(self, session: Session, until: float) -> Operation[None]:
         """Learn which server a session leads to; it is in a transaction afterwards, which has locked nothing."""
         try:
-            row = single_row((yield from session.exchange(session.dialect.whoami(), now() + max(seconds, 0.05))))
+            row = single_row((yield from session.exchange(session.dialect.whoami(), max(until, now() + _LEAST))))
             with sensible():
                 connection_id, identity, started, protocol, found, prepares = (field or b"" for field in row)
                 numbers, started_at = (int(connection_id), int(protocol)), started_us(started)

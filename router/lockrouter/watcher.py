@@ -237,4 +237,9 @@ class Watcher:
 
         thread = threading.Thread(target=run, name=f"{task.name}-connect", daemon=True)
         self._callers = [*(t for t in self._callers if t.is_alive()), thread]
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._callers.remove(thread)
+            task.calling = False
+            self._post(task, None, OSError(f"no thread to connect: {error}"), turn)

@@ -335,6 +335,24 @@ def test_a_read_only_server(routers: Routers, server: Observer) -> None:
     fine(router, key)
 
 
+def test_a_server_that_was_demoted_is_not_held_on_to(routers: Routers, server: Observer) -> None:
+    """The shard's one name may lead to the new primary by now: only who connects anew finds out."""
+    router = routers.make()
+    fine(router, a_key(router))
+    keeper = router._core.shards[NAME].keeper
+    before = {session.connection_id for session in keeper.sessions()}
+    server.ask("SET GLOBAL read_only = 1")
+    try:
+        eventually(lambda: router.health()[NAME]["state"] != "ok")
+        eventually(lambda: keeper._control is None or keeper._control.connection_id not in before)
+    finally:
+        server.ask("SET GLOBAL read_only = 0")
+    eventually(lambda: router.health()[NAME]["state"] == "ok")
+    assert keeper._control is not None
+    assert keeper._control.connection_id not in before
+    fine(router, a_key(router))
+
+
 def test_check_sees_read_only_before_the_control_session(routers: Routers, server: Observer) -> None:
     router = routers.make(router={"role_check": 1.0})
     with pytest.raises(LockLost), router.lock(a_key(router), timeout=5.0) as held:

@@ -229,10 +229,13 @@ def test_a_stranger_before_a_driver_of_unknown_insides(
         assert b"root:" not in server.heard
 
 
-@pytest.mark.parametrize("code", [1040, 1047, 1129, 1130, 1203, 1226, 1290, 1836, 3118, 4151, 6000])
+@pytest.mark.parametrize("code", [1040, 1047, 1129, 1130, 1203, 1226, 1290, 1836, 2003, 2013, 2055, 3118, 4151, 6000])
 @pytest.mark.parametrize("where", ["greeting", "login", "statement"])
 def test_an_error_is_an_answer_whatever_its_number(routers: Callable[..., LockRouter], code: int, where: str) -> None:
-    """1047 is what a Galera node without a quorum says, 1836 a server in read-only mode; later servers have others."""
+    """1047 is what a Galera node without a quorum says, 1836 a server in read-only mode; later servers have others.
+
+    2003, a client's own code, is what MySQL Router says when it reaches no server.
+    """
     serve: dict[str, Serve] = {
         "greeting": lambda line: line.sendall(error(0, code)),
         "login": after_login(error(2, code)),

@@ -31,11 +31,14 @@ from lockrouter import (
 )
 from lockrouter.leases.entry import Entry
 from lockrouter.leases.keeper import Keeper
-from lockrouter.leases.rows import Kind, Said
+from lockrouter.leases.rows import Item, Kind, Said, Verb, digest
 from lockrouter.leases.service import Leases
+from lockrouter.leases.store import SqlStore
+from lockrouter.protocol.effects import drive
 from lockrouter.protocol.packets import query
 from lockrouter.session import State
 from lockrouter.sql import leases as sql
+from lockrouter.sql.leases import Wanted
 from lockrouter.testing.cluster import Cluster
 from tests.support.history import judge, read
 from tests.support.leases import lease_row, owned, place, settled, tombs
@@ -340,6 +343,35 @@ def test_who_meets_a_locked_row_until_the_end_is_told_so_though_the_last_look_is
         proxy.delay(0.0)
     stranger.close()
     settled(routers, router)
+
+
+def test_what_nobody_waits_for_any_more_is_freed_though_its_caller_had_no_reason_to(
+    router: LockRouter, server: Observer, routers: Routers, key: str
+) -> None:
+    """A caller that leaves a batch before it is sent does not know that the batch goes on with it."""
+    core, address = router._core, router.route(key)
+    shard, raw, owner = core.shards[NAME], key.encode(), b"nobody knows me."
+    row = Wanted(address.bucket, digest(core.config.topology.name, Kind.LEASE, raw), 1, raw, owner, 0, 600_000_000, b"")
+    left = Item(Verb.ACQUIRE, address.table, row)
+    store = SqlStore(shard)
+    drive(store.acquire([left], time.monotonic() + 5.0))
+    store.shut()
+    assert not free(server, router, key)
+    core.leases.lanes(shard).taking._orphan(left)
+    eventually(lambda: free(server, router, key))
+    settled(routers, router)
+
+
+def test_closing_waits_for_what_is_being_asked_for(
+    routers: Routers, router: LockRouter, proxy: Proxy, server: Observer, key: str
+) -> None:
+    proxy.delay(0.05)
+    asking = in_thread(lambda: router.lease(key, ttl=600, timeout=5.0))
+    eventually(lambda: router._core.leases.asking)
+    router.close()
+    with pytest.raises(LockRouterError):
+        asking.result()
+    assert free(server, router, key)
 
 
 def test_a_server_that_restarts_keeps_the_leases(cluster: Cluster, routers: Routers, server: Observer) -> None:

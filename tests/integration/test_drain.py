@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -103,6 +104,27 @@ def test_a_holder_that_does_not_let_go_is_named_and_the_server_stays_drained(
     assert (code, json.loads(out)) == (0, {"shard": NAME, "undone": True})
     eventually(lambda: router.health()[NAME]["state"] == "ok")
     router.lock(key, timeout=5).release()
+
+
+def test_an_administrators_file_of_another_environment_is_refused(
+    cluster: Cluster, server: Observer, routers: Routers, tmp_path: Path
+) -> None:
+    """There too the shard has this id and this database: of it nothing would be true here."""
+    text = cluster.admin_file.read_text("utf-8")
+    elsewhere = text.replace(f":{cluster.port(SHARD)}/", f":{cluster.port(0)}/")
+    assert elsewhere != text
+    file = tmp_path / "elsewhere.toml"
+    file.touch(mode=0o600)
+    file.write_text(elsewhere, "utf-8")
+    routers.observers[0].ask(f"CREATE DATABASE {server.database}")
+    try:
+        config, admin = load(cluster.shards_file), load(file)
+        for command in (drain, undo):
+            with pytest.raises(ConfigError, match="another server"):
+                command(config, admin, NAME)
+    finally:
+        routers.observers[0].ask(f"DROP DATABASE {server.database}")
+    assert server.meta("drained") == b""
 
 
 def test_the_applications_user_may_not_drain(cluster: Cluster, server: Observer) -> None:

@@ -33,6 +33,9 @@ from lockrouter import (
 from lockrouter.config import KeyClass
 from lockrouter.leases import request, store, taking
 from lockrouter.leases.rows import Kind
+from lockrouter.leases.store import SqlStore
+from lockrouter.protocol.effects import Operation
+from lockrouter.session import Session, State
 from lockrouter.testing.cluster import Cluster
 from lockrouter.tokens import parts
 from tests.support.leases import lease_row, owned, place, settled, tombs
@@ -566,6 +569,26 @@ def test_a_callback_that_refers_to_its_lease_keeps_nothing_alive(
     with router.lease(key, ttl=2, timeout=5):
         pass
     settled(routers, router)
+
+
+def test_a_connection_that_comes_after_the_end_is_closed(
+    routers: Routers, router: LockRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`close` runs while the first lease's connection is made: nothing may be granted that nobody will free."""
+    opened: list[Session] = []
+    real = SqlStore._open
+
+    def during_close(store: SqlStore, until: float) -> Operation[Session]:
+        opened.append((yield from real(store, until)))
+        store.shut()
+        return opened[-1]
+
+    router.warm()
+    monkeypatch.setattr(SqlStore, "_open", during_close)
+    with pytest.raises(ShardError):
+        router.lease("late", ttl=600, timeout=2.0)
+    assert opened
+    assert all(session.state is State.DEAD for session in opened)
 
 
 def test_closing_waits_for_holders_then_tells_and_frees(routers: Routers, server: Observer, key: str) -> None:

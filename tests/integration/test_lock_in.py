@@ -13,6 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from lockrouter import ConfigError, LockIn, LockLost, LockRouter, LockTimeout, LossReason, WouldDeadlock
+from lockrouter.sql.statements import MARIADB, MYSQL
 from lockrouter.testing.binaries import Vendor
 from lockrouter.testing.cluster import Cluster
 from tests.support.accounts import Accounts, balance, engine_of, pay
@@ -27,6 +28,15 @@ def accounts(server: Observer) -> Iterator[Accounts]:
     made = Accounts(server)
     yield made
     made.drop()
+
+
+def test_the_clock_of_a_grant_is_read_in_utc_whatever_the_sessions_zone(engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.exec_driver_sql("SET SESSION time_zone = '+05:00'")
+        dialect = MARIADB if connection.dialect.is_mariadb else MYSQL  # type: ignore[attr-defined]
+        for packet in (dialect.lock(0, 0, 1.0, b"0" * 16), dialect.try_lock(0, 0, b"0" * 16)):
+            statement = dialect.in_utc(packet[5:]).decode().replace("slot, epoch", "@@session.time_zone, epoch", 1)
+            assert connection.exec_driver_sql(statement).one()[0] == "+00:00"
 
 
 @pytest.fixture

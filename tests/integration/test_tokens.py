@@ -234,6 +234,30 @@ def test_a_reservation_far_ahead_means_the_clock_went_back(routers: Routers, ser
     assert int(server.meta("clock_high")) < server.clock_us() + 10_000_000
 
 
+def test_routers_of_different_grant_windows_share_a_term(routers: Routers, server: Observer, key: str) -> None:
+    """A change of the shard file reaches the processes of a service one by one."""
+    term, last = server.meta("term"), 0
+    longer, shorter = (routers.make(router={"grant_window": seconds}) for seconds in (9.0, 3.0))
+    until = time.monotonic() + 4.0
+    while time.monotonic() < until:
+        for caller in (longer, shorter):
+            token = take(caller, key)
+            assert token > last
+            last = token
+    assert take(routers.make(router={"grant_window": 3.0}), key) > last, "a process that starts meanwhile"
+    assert server.meta("term") == term
+
+
+def test_a_longer_reservation_that_nobody_renews_ends_in_a_term(routers: Routers, server: Observer, key: str) -> None:
+    """Nobody says whether the clock went back, or somebody had a longer window."""
+    with routers.make() as router:
+        before, term = take(router, key), server.meta("term")
+    server.ask(f"UPDATE lock_meta SET clock_high = {server.clock_us() + 9_000_000}")
+    token = take(routers.make(pool={"connect_timeout": 0.3}), key)
+    assert token > before
+    assert parts(token)[0] == server.meta("term") == term + 1
+
+
 def test_a_server_whose_sysdate_stands_still_is_refused(
     routers: Routers, server: Observer, key: str, cluster: Cluster
 ) -> None:

@@ -291,7 +291,11 @@ NUMBERS: dict[str, dict[str, tuple[object, ...]]] = {
         "retry_delay": (-1, "nan", "inf"),
         "probe_after": (0, -1, "nan", "inf"),
     },
-    "[transaction]": {"lock_wait": (0, -1), "idle": (0, -1), "time_zone": ('"x\' y"', '""')},
+    "[transaction]": {
+        "lock_wait": (0, -1),
+        "idle": (0, -1),
+        "time_zone": ('"x\' y"', '""', '"Europe/Berlin"', '"SYSTEM"', '"+15:00"', '"01:00"'),
+    },
     '"job:"': {"timeout": (-1, "nan", "inf"), "max_waiters": (0, -1), "max_hold": (0, -1, "nan", "inf")},
 }
 

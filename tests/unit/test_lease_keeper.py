@@ -260,7 +260,7 @@ def test_an_orphan_is_released_at_once(rig: Rig) -> None:
     rig.leases.bury(rig.shard, 0, row, 600.0)
     rig.pass_time(60)
     rig.store._acquire(row)
-    rig.keeper.hasten(rig.shard, row.owner)
+    rig.leases.bury(rig.shard, 0, row, 600.0)
     rig.tick()
     assert rig.store.owner("a") == ""
 

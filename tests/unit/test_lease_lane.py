@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from lockrouter.deadline import now
+from lockrouter.leases import lane
 from lockrouter.leases.lane import MAX_BYTES, MAX_ROWS, Lane
 from lockrouter.leases.rows import Item, Said, Seen, Verb
 from lockrouter.protocol.effects import RECEIVE, WAIT, Operation, Waiter, drive
 from lockrouter.session import Answered, Gone, Silent
 from tests.support.fakestore import FakeStore, item
+from tests.support.interrupts import interrupted
 from tests.support.observe import eventually, in_thread
 
 
@@ -294,6 +296,28 @@ def test_a_leader_that_is_interrupted_leaves_the_batch_to_the_others(rig: Rig) -
     assert [names for _, names in rig.store.calls[2:]] == [[b"b", b"c"]]
     assert followers[0].left
     assert all(one.sent_at is not None for one in followers)
+
+
+def test_an_interrupt_at_any_instant_of_a_leader_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither who is in its batch nor who queues behind it: also while it names the next one, or tells of its end."""
+    monkeypatch.setattr(lane, "_LOOK_AGAIN", 0.02)
+    at, struck = 0, True
+    while struck:
+        rig = Rig()
+        gate = rig.hold()
+        led = in_thread(lambda rig=rig, at=at: interrupted(lambda: rig.submit(item(Verb.ACQUIRE, "led")), at))  # type: ignore[misc]
+        eventually(lambda: rig.store.active or not led.is_alive())  # noqa: B023 - called now
+        followers = [item(Verb.ACQUIRE, name) for name in "abc"]
+        threads = [in_thread(lambda rig=rig, one=one: rig.submit(one, 5.0)) for one in followers]  # type: ignore[misc]
+        eventually(lambda: rig.queued() or all(one.done for one in followers) or rig.store.active)  # noqa: B023
+        rig.store.gate = None
+        gate.wake()
+        struck = led.result() is not None
+        assert [thread.result() for thread in threads] == [True] * 3, led.result()
+        assert all(one.error is None for one in followers), led.result()
+        eventually(rig.idle)
+        at += 1
+    assert at > 20
 
 
 def test_a_named_leader_that_goes_names_another(rig: Rig) -> None:

@@ -33,6 +33,13 @@ def test_good_settings_are_good() -> None:
     assert found({"group_replication_consistency": "EVENTUAL"}) == []  # the plug-in is there, and no group
 
 
+def test_what_is_committed_has_to_be_on_disk() -> None:
+    assert found({"innodb_flush_log_at_trx_commit": "1", "log_bin": "ON", "sync_binlog": "1"}) == []
+    assert found({"log_bin": "OFF", "sync_binlog": "0"}) == []
+    assert found({"innodb_flush_log_at_trx_commit": "2"}) == [("durability", False)]
+    assert found({"log_bin": "ON", "sync_binlog": "0"}) == [("durability", True)]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

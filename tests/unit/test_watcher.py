@@ -267,6 +267,31 @@ def test_a_call_that_fails_fails_where_it_was_made(run: Run, said: Said) -> None
     assert said.next() == "no"
 
 
+def test_a_call_that_finds_no_thread_fails_and_the_next_one_is_made(
+    run: Run, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.endswith("-connect"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def operation() -> Operation[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            try:
+                yield (CALL, lambda: None, now() + LONG)
+            except OSError as error:
+                said(str(error))
+        said((yield (CALL, lambda: "made", now() + LONG)))
+        yield (SLEEP, now() + LONG, None)
+
+    run(operation)
+    assert said.next() == "no thread to connect: can't start new thread"
+    assert said.next() == "made"
+
+
 def test_a_poke_during_a_call_does_not_lose_its_result(run: Run, said: Said) -> None:
     go = threading.Event()
 

@@ -63,7 +63,7 @@ def drain(
         tell: called with a line for people at each step.
 
     Raises:
-        ConfigError: the file has no such shard.
+        ConfigError: the file has no such shard, or the administrator's leads to another server.
         ShardUnavailable: not exactly one of its hosts is writable, the window did not pass in time, or somebody else
             undid the drain meanwhile.
     """
@@ -71,8 +71,9 @@ def drain(
     began = time.monotonic()
     chosen = _chosen(config, shard)
     with connected(*administrator(config, admin, chosen)) as connection:
-        check(read_meta(connection), config.topology, shard)
         identity = _identity(connection)
+        _require_same_server(config, admin, chosen, identity)
+        check(read_meta(connection), config.topology, shard)
         run(connection, sql.DRAIN, {"identity": identity})
         tell("marked: routers grant nothing more here")
         _await_window(connection, shard, until)
@@ -93,11 +94,12 @@ def undo(config: RouterConfig, admin: RouterConfig | None, shard: str) -> bool:
     """The shard's primary grants again, within `role_check` of each router; False: it was not drained.
 
     Raises:
-        ConfigError: the file has no such shard.
+        ConfigError: the file has no such shard, or the administrator's leads to another server.
         ShardUnavailable: not exactly one of its hosts is writable.
     """
     chosen = _chosen(config, shard)
     with connected(*administrator(config, admin, chosen)) as connection:
+        _require_same_server(config, admin, chosen, _identity(connection))
         check(read_meta(connection), config.topology, shard)
         return run(connection, sql.UNDRAIN) > 0
 
@@ -108,6 +110,16 @@ def _chosen(config: RouterConfig, shard: str) -> ShardConfig:
         listed = ", ".join(each.id for each in config.shards)
         raise ConfigError(f"lists no shard {shard!r}; it has {listed}", file=config.path, field="shard")
     return found
+
+
+def _require_same_server(config: RouterConfig, admin: RouterConfig | None, shard: ShardConfig, found: bytes) -> None:
+    """Refuse an administrator's file of another environment, which would say of its servers that all is well."""
+    if admin is None:
+        return
+    with connected(config, shard) as connection:
+        if _identity(connection) != found:
+            text = f"leads to another server for {shard.id!r} than the application's file"
+            raise ConfigError(text, file=admin.path, field="url")
 
 
 def _identity(connection: Connection) -> bytes:

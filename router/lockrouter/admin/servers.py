@@ -77,6 +77,12 @@ def judge(settings: Mapping[str, str], shard: str) -> list[Finding]:
         found.append(Finding(shard, "multi-writer", text))
     if settings.get("binlog_format") == "STATEMENT":
         found.append(Finding(shard, "binlog-format", "binlog_format is STATEMENT: set ROW"))
+    if settings.get("innodb_flush_log_at_trx_commit", "1") != "1":
+        text = "innodb_flush_log_at_trx_commit is not 1: leases that were granted may be lost when the machine stops"
+        found.append(Finding(shard, "durability", text))
+    if settings.get("log_bin") == "ON" and settings.get("sync_binlog", "1") != "1":
+        text = "sync_binlog is not 1: what replicas never get may be lost when the machine stops"
+        found.append(Finding(shard, "durability", text, warning=True))
     if _in_group(settings):
         texts = [f"group_replication_{text}" for text in _weak_group(settings)]
         found += [Finding(shard, "group-setting", text, warning=True) for text in texts]

@@ -58,6 +58,8 @@ class Holdings:
         self.entries: dict[bytes, Entry] = {}
         # Taken out, and not yet freed on the server.
         self._leaving: set[Entry] = set()
+        # Whose question is on its way: it may be granted yet.
+        self.asking: set[object] = set()
         # What dropped handles held.
         self.orphans: deque[Entry] = deque()
         # Of this object alone: a forked child has another, and so none of the ids its parent would use next.
@@ -115,8 +117,8 @@ class Holdings:
 
     @property
     def busy(self) -> bool:
-        """True while anything is held, or on its way to be freed."""
-        return bool(self.entries or self._leaving)
+        """True while anything is held, or on its way to be granted or freed."""
+        return bool(self.entries or self._leaving or self.asking)
 
     def loss_of(self, entry: Entry) -> LossReason | None:
         """Why a lease is lost, by what is known and by the clock, or None; no I/O."""

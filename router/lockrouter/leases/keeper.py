@@ -99,14 +99,6 @@ class Keeper:
         renewer.bury(table, row, ttl, not_before)
         self._poke(renewer.renewing)
 
-    def hasten(self, shard: Shard, owner: bytes) -> None:
-        """What was given up has just been granted after all: its tombstone is due."""
-        renewer = self._renewers[shard.id]
-        tomb = renewer.tombs.get(owner)
-        if tomb is not None:
-            tomb.next_at = now()
-            self._poke(renewer.renewing)
-
     def adopt(self, shard: Shard) -> None:
         """A lane of the shard has a batch whose leader had to go."""
         self._poke(self._renewers[shard.id].finishing)

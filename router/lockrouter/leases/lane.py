@@ -120,37 +120,49 @@ class Lane:
     def _named(self, item: Item) -> Batch | None:
         """The batch this caller has been named the leader of, if it has."""
         with self._lock:
+            if self._current is None:
+                self._next()  # an interrupt hit whoever was to name one
             batch = self._current
             return batch if batch is not None and batch.leader is item and not batch.begun and not item.done else None
 
     def _next(self) -> None:
         """Under `_lock`: let the head of the queue lead what fits into one batch."""
         self._current = None
-        if not self._queue:
-            return
+        queue = self._queue
+        while queue and queue[0].done:
+            queue.popleft()  # an interrupt came below, when they were in a batch, and still here
         items: list[Item] = []
         size = 0
-        while self._queue and len(items) < MAX_ROWS:
-            size += _ROW_BYTES + 2 * (len(self._queue[0].row.key) + len(self._queue[0].row.payload))
-            if items and size > MAX_BYTES:
+        for item in queue:
+            size += _ROW_BYTES + 2 * (len(item.row.key) + len(item.row.payload))
+            if len(items) == MAX_ROWS or (items and size > MAX_BYTES):
                 break
-            items.append(self._queue.popleft())
+            items.append(item)
+        if not items:
+            return
+        # In the batch first: what is in neither would wait for nobody.
         self._current = Batch(self._store, items, self._suspects)
+        for _ in items:
+            queue.popleft()
         items[0].waiter.wake()
 
     def _ended(self, batch: Batch) -> None:
         with self._lock:
+            waiting, left = self._conclude(batch)
             if self._current is batch:
                 self._next()
-            waiting = [item for item in batch.items if not item.left and not item.done]
-            for item, later in zip(waiting, waiting[_AT_ONCE:], strict=False):
-                item.next_to_wake = later
-            for item in batch.items:
-                if not item.settled and item.error is None:
-                    item.error = Gone("the batch was abandoned")
-                item.done = True
-            left = [item for item in batch.items if item.left]
         self._tell(waiting, left)
+
+    def _conclude(self, batch: Batch) -> tuple[list[Item], list[Item]]:
+        """Under `_lock`: every item is done; those whose callers wait for it, and those whose callers have gone."""
+        waiting = [item for item in batch.items if not item.left and not item.done]
+        for item, later in zip(waiting, waiting[_AT_ONCE:], strict=False):
+            item.next_to_wake = later
+        for item in batch.items:
+            if not item.settled and item.error is None:
+                item.error = Gone("the batch was abandoned")
+            item.done = True
+        return waiting, [item for item in batch.items if item.left]
 
     def _tell(self, items: Sequence[Item], left: Sequence[Item]) -> None:
         for item in items[:_AT_ONCE]:
@@ -190,14 +202,19 @@ class Lane:
         if batch is None:
             batch = self._named(item)
         with self._lock:
-            if batch is None or self._current is not batch or batch in self._adopted:
-                item.left = True
-                if item in self._queue:
-                    self._queue.remove(item)
-                return
             item.left = True
-            left = [one for one in batch.items if one.left]
-            answered = self._dissolve(batch)
+            if item in self._queue:
+                self._queue.remove(item)
+            if batch is None or batch in self._adopted:
+                return
+            if self._current is batch:
+                left = [one for one in batch.items if one.left]
+                answered = self._dissolve(batch)
+            else:  # it had ended, and its end was interrupted
+                _, left = self._conclude(batch)
+                answered = batch.items
+                for one in answered:
+                    one.waiter.wake()
         self._tell(answered, left)
 
     def _dissolve(self, batch: Batch) -> list[Item]:
@@ -207,6 +224,9 @@ class Lane:
         for one in answered:
             one.done = True
             one.waiter.wake()
+        for one in again:
+            if one in self._queue:
+                self._queue.remove(one)
         self._queue.extendleft(reversed(again))
         self._next()
         return answered

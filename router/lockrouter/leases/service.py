@@ -18,13 +18,14 @@ from lockrouter.leases.holdings import Holdings
 from lockrouter.leases.keeper import Keeper
 from lockrouter.leases.lane import Lane
 from lockrouter.leases.request import Take
-from lockrouter.leases.rows import Item, Seen
+from lockrouter.leases.rows import Item, Seen, Verb
 from lockrouter.leases.store import SqlStore
 from lockrouter.leases.taking import take
 from lockrouter.leases.trouble import error_of
 from lockrouter.protocol.effects import Operation, drive
 from lockrouter.session import Answered, Gone, Session, Silent, driver_error
 from lockrouter.sql.leases import Wanted
+from lockrouter.tokens import parts
 
 if TYPE_CHECKING:
     from lockrouter.config import ResolvedClass
@@ -43,7 +44,9 @@ class Lanes:
         self.stores = (SqlStore(shard), SqlStore(shard))
 
         def orphan(item: Item) -> None:
-            leases.keeper.hasten(shard, item.row.owner)
+            if item.verb is Verb.ACQUIRE:
+                # Its caller may have left before it was sent, and so have no reason to bury it.
+                leases.bury(shard, item.table, item.row, item.row.ttl / 1_000_000)
 
         def adopt() -> None:
             leases.keeper.adopt(shard)
@@ -152,7 +155,13 @@ class Leases(Holdings):
         shard, since = ask.shard, ask.since if ask.since is not None else now()
         deadline = since + ask.ttl
         rights = shard.rights
-        wrong_server = shard.demoted or (rights is not None and rights.incarnation != item.incarnation)
+        # Without rights the shard is between two terms: what was granted then may have been by the old one's rules.
+        wrong_server = (
+            shard.demoted
+            or rights is None
+            or rights.incarnation != item.incarnation
+            or parts(seen.token)[0] < rights.term
+        )
         entry = Entry(
             Wanted(ask.row.bucket, ask.k, ask.kind, ask.key, ask.owner, seen.token, ask.row.ttl, b""),
             table=ask.address.table,
@@ -164,7 +173,7 @@ class Leases(Holdings):
             keep_alive=ask.keep_alive,
             thing=ask.thing,
         )
-        if wrong_server or now() >= entry.over_at:
+        if wrong_server or self.closed or now() >= entry.over_at:
             ask.doubtful = True
             ask.settled()
             return None

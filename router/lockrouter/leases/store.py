@@ -151,6 +151,9 @@ class SqlStore:
             if self._shut:
                 raise Gone("the router is closed")
             session = yield from self._open(until)
+            if self._shut:
+                session.close()
+                raise Gone("the router is closed")
             self.session = session
         return session
 

@@ -180,10 +180,13 @@ def _ask(ask: Take, item: Item) -> Operation[Item]:
     while True:
         yield from _ready(ask)
         try:
+            ask.leases.asking.add(ask)
             done = yield from ask.leases.lanes(ask.shard).taking.submit(item, ask.until)
         except BaseException:
             ask.doubtful = ask.doubtful or item.verb is Verb.ACQUIRE
             raise
+        finally:
+            ask.leases.asking.discard(ask)
         if item.verb is Verb.ACQUIRE:
             ask.since = item.sent_at
             # Until an answer says otherwise, the server may still do it.

@@ -153,11 +153,13 @@ class Line:
         ticket: OwnLease | None = None
         began = now()
         try:
-            while True:
+            looked = False
+            while not looked or deadline.left() > 0:
                 if ticket is not None and ticket.lost:
                     ticket = None
                 until = self._patience(deadline)
                 seen = self._look(permits, ticket, until)
+                looked = True
                 if seen.permit is not None:
                     lease = take(seen.permit, ttl=ttl, until=until + GRACE)
                     if lease is not None:
@@ -169,6 +171,7 @@ class Line:
                     ticket = take(random.choice(seen.places), ttl=PLACE_TTL, until=until + GRACE)
                 pause = max(_POLL, (now() - began) / _PART) * (1 + seen.before // permits)
                 me.waiter.wait(min(deadline.at, now() + min(jittered(min(pause, _SLOWEST_POLL)), seen.expiry)))
+            return None
         finally:
             if ticket is not None:
                 ticket.drop()

@@ -88,10 +88,18 @@ class Semaphore:
             raise TypeError(f"permits: expected an int, got {permits!r}")
         if not 1 <= permits <= MAX_PERMITS:
             raise ValueError(f"permits: expected 1 to {MAX_PERMITS}, got {permits}")
-        self._line = Line.of(core, encode(name))
+        self._core = core
+        self._raw = encode(name)
+        self._kept = self._line
         self.name = name
         self.permits = permits
         self.ttl = checked_ttl(ttl)
+
+    @property
+    def _line(self) -> Line:
+        """The present process's: a semaphore that was made before a fork works after it, too."""
+        self._kept = Line.of(self._core, self._raw)
+        return self._kept
 
     def acquire(self, timeout: float | None = None) -> Permit:
         """Wait for a permit, take it, and return its handle.
@@ -103,18 +111,19 @@ class Semaphore:
             LockTimeout: no permit became free in time.
             ShardError: the semaphore's shard does not answer: nobody gets a permit then.
         """
-        rule = self._line.core.config.class_of(self._line.name)
+        line = self._line
+        rule = line.core.config.class_of(line.name)
         deadline = Deadline(checked_timeout(timeout, rule.timeout))
-        lease = self._line.enter(self.permits, self.ttl, deadline)
+        lease = line.enter(self.permits, self.ttl, deadline)
         if lease is None:
             raise LockTimeout(
-                f"no permit of {self._line.shown} became free in {deadline.waited():.2f} s; {self.permits} may be held",
-                key=self._line.name,
-                address=self._line.base.address,
+                f"no permit of {line.shown} became free in {deadline.waited():.2f} s; {self.permits} may be held",
+                key=line.name,
+                address=line.base.address,
                 waited=deadline.waited(),
                 holder=f"{self.permits} holders",
             )
-        return Permit(self._line, lease)
+        return Permit(line, lease)
 
     def try_acquire(self) -> Permit | None:
         """A permit if one is free now and nobody waits for it; else None. An outage raises.
@@ -122,5 +131,6 @@ class Semaphore:
         Raises:
             ShardError: the semaphore's shard does not answer.
         """
-        lease = self._line.enter(self.permits, self.ttl, Deadline(0.0))
-        return None if lease is None else Permit(self._line, lease)
+        line = self._line
+        lease = line.enter(self.permits, self.ttl, Deadline(0.0))
+        return None if lease is None else Permit(line, lease)

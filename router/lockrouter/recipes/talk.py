@@ -100,7 +100,7 @@ def _talk(shard: Shard, packets: Sequence[bytes], until: float, *, commit: bool)
 def _check_out(shard: Shard, until: float, borrower: object) -> Operation[Session]:
     """A session of the pool; one beyond its size where that stays exhausted: its holders may be waiting for us."""
     try:
-        soon = min(until, now() + shard.config.pool.connect_timeout)
+        soon = now() + min(shard.config.pool.connect_timeout, (until - now()) / 2)
         return (yield from shard.pool.check_out(soon, borrower=borrower))
     except Exhausted:
         pass

@@ -107,7 +107,8 @@ WINDOW_LEFT = text(
 
 SERVER_FACTS = text(
     "SHOW GLOBAL VARIABLES WHERE Variable_name IN ('read_only', 'super_read_only', 'innodb_read_only', 'wsrep_on',"
-    " 'binlog_format', 'log_bin', 'version', 'hostname', 'server_id', 'server_uuid', 'server_uid')"
+    " 'binlog_format', 'log_bin', 'sync_binlog', 'innodb_flush_log_at_trx_commit',"
+    " 'version', 'hostname', 'server_id', 'server_uuid', 'server_uid')"
     " OR Variable_name LIKE 'group\\_replication\\_%' OR Variable_name LIKE 'rpl\\_semi\\_sync\\_%'"
 )
 """Settings that decide whether a server may hold locks at all; a vendor's missing ones are simply absent."""

@@ -30,7 +30,8 @@ def look_around(dialect: Dialect) -> str:
     the whole transaction back.
     """
     isolation = "@@session.tx_isolation" if dialect.name == "mariadb" else "@@session.transaction_isolation"
-    started = f"UNIX_TIMESTAMP(NOW()) - {dialect.uptime}"
+    # Whatever the session's time zone: in some of them an hour of each year comes twice.
+    started = f"TIMESTAMPDIFF(SECOND, '1970-01-01', UTC_TIMESTAMP()) - {dialect.uptime}"
     return (
         f"SELECT @@session.autocommit, {isolation}, {dialect.identity}, {started}, DATABASE(), "
         "@@global.innodb_rollback_on_timeout"

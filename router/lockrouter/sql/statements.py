@@ -50,6 +50,7 @@ class Dialect:
     control_session: str
     transaction_session: str
     bound_form: bytes
+    utc_form: tuple[bytes, bytes]
     check_form: bytes
     prepared_count: str
     identity: str
@@ -74,6 +75,10 @@ class Dialect:
     def prepared_lock(self, table: int) -> bytes:
         """The text of a table's locking statement for any slot; it waits for as long as `bind` has said."""
         return b"SELECT " + _GRANT_COLUMNS + b" FROM lock_%02d WHERE slot = ? FOR UPDATE" % table
+
+    def in_utc(self, statement: bytes) -> bytes:
+        """A locking statement for a session of any time zone: in some an hour of each year comes twice."""
+        return statement.replace(*self.utc_form, 1)
 
     def bind(self, bound_ms: int) -> bytes:
         """The packet that bounds every later statement of a session that has no bound of its own."""
@@ -149,6 +154,7 @@ MYSQL = Dialect(
     transaction_session="SET SESSION autocommit = 0, transaction_isolation = '{isolation}', time_zone = '{zone}', "
     "lock_wait_timeout = {wait}, innodb_lock_wait_timeout = {wait}, wait_timeout = {idle}",
     bound_form=b"SET SESSION max_execution_time = %d",
+    utc_form=(b"/*+ ", b"/*+ SET_VAR(time_zone = '+00:00') "),
     check_form=b"SELECT /*+ MAX_EXECUTION_TIME(30000) */ " + _CHECK_COLUMNS,
     prepared_count="SELECT VARIABLE_VALUE FROM performance_schema.global_status "
     "WHERE VARIABLE_NAME = 'Prepared_stmt_count'",
@@ -187,6 +193,7 @@ MARIADB = Dialect(
     transaction_session="SET SESSION autocommit = 0, tx_isolation = '{isolation}', time_zone = '{zone}', "
     "lock_wait_timeout = {wait}, innodb_lock_wait_timeout = {wait}, idle_transaction_timeout = {idle}",
     bound_form=b"SET SESSION max_statement_time = %de-3",
+    utc_form=(b"SET STATEMENT ", b"SET STATEMENT time_zone = '+00:00', "),
     check_form=b"SET STATEMENT max_statement_time = 30 FOR SELECT " + _CHECK_COLUMNS,
     prepared_count="SELECT VARIABLE_VALUE FROM information_schema.GLOBAL_STATUS "
     "WHERE VARIABLE_NAME = 'PREPARED_STMT_COUNT'",
