@@ -39,7 +39,8 @@ def check(result: Result) -> None:
     assert all(figures.acquired for figures in result.shards.values())
 
 
-@pytest.mark.parametrize("on_outage", [pytest.param("refuse", marks=pytest.mark.slow), "local"])
+@pytest.mark.slow
+@pytest.mark.parametrize("on_outage", ["refuse", "local"])
 def test_a_killed_server_loses_no_increment(seeded: Cluster, tmp_path: Path, on_outage: str) -> None:
     plan = plan_of(seeded, tmp_path, on_outage)
     check(run(seeded, plan, seconds=10.0, processes=8, kills=1, victim=VICTIM))

@@ -71,6 +71,11 @@ def timed_out(stage: Stage) -> None:
         stage.router.lock(stage.key, timeout=0.01)
 
 
+def timed_out_lock_all(stage: Stage) -> None:
+    with stage.holder.lock(stage.second, timeout=3.0), contextlib.suppress(LockTimeout, ShardError):
+        stage.router.lock_all([stage.key, stage.second], timeout=0.05)
+
+
 def timed_out_transaction(stage: Stage) -> None:
     with (
         stage.holder.lock(stage.second, timeout=3.0),
@@ -155,7 +160,7 @@ def lease(stage: Stage) -> None:
         pass
 
 
-ROWS = [lock, confirmed, shared, nested, lock_all, timed_out, promote]
+ROWS = [lock, confirmed, shared, nested, lock_all, timed_out, timed_out_lock_all, promote]
 TRANSACTIONS = [transaction, failing_transaction, nested_in_a_transaction, timed_out_transaction, run, lock_in]
 LEASES = [lease, once, once_in_a_transaction, guard, guard_at_least, election, semaphore]
 EVERY: dict[Callable[[Stage], None], int] = {
@@ -221,8 +226,9 @@ def again(form: Callable[[Stage], None], stage: Stage, seconds: float = 3.0) -> 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_statement_that_was_interrupted_is_never_answered_by_another_ones_reply(routers: Routers) -> None:
-    """Where the body swallows the interrupt and goes on, as after `gevent.Timeout`."""
+@pytest.mark.parametrize("first", ["SELECT 41", "SET @answer = 41"])
+def test_a_statement_that_was_interrupted_is_never_answered_by_another_ones_reply(routers: Routers, first: str) -> None:
+    """Where the body swallows the interrupt and goes on, as after `gevent.Timeout`; also behind a savepoint."""
     router = routers.make()
     key = keys_on(router, SHARD, prefix="swallowed")[0]
     at, struck, answered = 0, True, 0
@@ -233,7 +239,7 @@ def test_a_statement_that_was_interrupted_is_never_answered_by_another_ones_repl
                 def ask(number: int, connection: Connection = connection) -> int:
                     return int(connection.exec_driver_sql(f"SELECT {number}").scalar_one())
 
-                struck = interrupted(lambda: ask(41), at) is not None
+                struck = interrupted(lambda: connection.exec_driver_sql(first), at) is not None
                 assert ask(42) == 42
                 assert ask(43) == 43
                 answered += 1

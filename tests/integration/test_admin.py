@@ -34,6 +34,7 @@ def servers(clusters: Clusters, vendor: Vendor) -> Cluster:
     return clusters.get(vendor, 2)
 
 
+@pytest.mark.slow
 def test_a_statement_may_take_longer_than_a_login(servers: Cluster) -> None:
     config = load(servers.admin_file)
     with connected(config, config.shards[0], database=False) as connection:

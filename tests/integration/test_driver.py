@@ -194,6 +194,7 @@ def test_a_server_without_tls_is_refused_where_tls_was_asked_for(
         kept.finish()
 
 
+@pytest.mark.slow
 def test_an_unknown_driver_on_the_plain_network(
     routers: Routers, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,6 +207,16 @@ def test_the_callers_other_locks(router: LockRouter, engine: Engine, key: str) -
     assert is_free(router, key)
 
 
+def test_a_commit_that_sqlalchemy_does_not_know_of_ends_the_lock_too(
+    routers: Routers, router: LockRouter, engine: Engine, key: str
+) -> None:
+    with engine.begin() as connection:
+        router.lock_in(connection, key, timeout=5.0)
+        connection.exec_driver_sql("COMMIT")
+        with routers.make().lock(key, timeout=5.0), pytest.raises(LockTimeout):
+            router.lock_in(connection, key, timeout=0.3)
+
+
 def test_busy_rows(routers: Routers, router: LockRouter, engine: Engine, key: str) -> None:
     other = routers.make()
     with other.lock(key, confirm=True), engine.connect() as connection:

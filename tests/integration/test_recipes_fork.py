@@ -44,6 +44,7 @@ def test_the_child_owns_nothing(router: LockRouter) -> None:
     with router.election(name, ttl=10.0) as leader, router.guard(name) as held, semaphore.acquire() as permit:
         assert leader.wait(10.0)
         assert held
+        another = router.semaphore(f"{name}:another", permits=1)
 
         def child() -> None:
             assert not leader.is_leader
@@ -53,6 +54,9 @@ def test_the_child_owns_nothing(router: LockRouter) -> None:
             assert permit.lost
             assert router.guard(name)(lambda: 1)() is SKIPPED
             assert router.semaphore(name, permits=1).try_acquire() is None
+            assert semaphore.try_acquire() is None
+            with another.acquire(timeout=5.0):
+                pass
             assert router.once(f"{name}:child", lambda: "child") == "child"
             leader.resign()
             leader.__exit__(None, None, None)

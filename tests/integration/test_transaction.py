@@ -27,6 +27,7 @@ from lockrouter import (
     ShardUnavailable,
     TransactionLock,
     WouldDeadlock,
+    rerun,
 )
 from lockrouter.testing.cluster import Cluster
 from tests.support.accounts import Accounts, balance, engine_of, pay
@@ -391,6 +392,19 @@ def _deadlock(server: Observer, connection: Connection) -> DBAPIError | None:
         rival.close()
 
 
+def test_a_procedure_that_commits_and_then_fails_is_noticed_though_its_error_is_swallowed(
+    router: LockRouter, accounts: Accounts, key: str
+) -> None:
+    with pytest.raises(LockLost) as left, router.transaction(key) as connection:
+        pay(connection, 0, -10)
+        with suppress(DBAPIError, LockLost):
+            execute(connection, "CALL commits_and_fails()")
+        with pytest.raises(LockLost):
+            pay(connection, 1, 10)
+    assert left.value.reason is LossReason.TRANSACTION_ENDED
+    assert free(router, key)
+
+
 @pytest.mark.parametrize("swallowed", [True, False])
 def test_a_deadlock_in_the_body_commits_nothing(
     router: LockRouter, server: Observer, accounts: Accounts, key: str, swallowed: bool
@@ -668,6 +682,31 @@ def test_run_settles_an_unknown_commit(
     assert accounts.balances()[:2] == [90, 110], "once, and only once"
     assert said == f"moved in call {len(calls)}"
     assert len(calls) == (1 if lose is lose_reply else 2)
+
+
+def test_run_settles_an_unknown_commit_while_no_primary_is_known(
+    far: LockRouter, accounts: Accounts, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several hosts none may be the primary for a moment: that says nothing of what was committed."""
+    real, trouble = rerun._find, [ShardUnavailable("no host is the writable primary", shard="shard-0")]
+
+    def find(*arguments: Any) -> Any:
+        if trouble:
+            raise trouble.pop()
+        return real(*arguments)
+
+    monkeypatch.setattr(rerun, "_find", find)
+    rules: list[Rule] = []
+
+    def transfer(connection: Connection) -> str:
+        pay(connection, 0, -10)
+        pay(connection, 1, 10)
+        rules.append(lose_reply(proxy))
+        return "moved"
+
+    assert far.run(keys_on(far, 0)[0], transfer, timeout=5.0) == "moved"
+    assert not trouble
+    assert accounts.balances()[:2] == [90, 110]
 
 
 def test_run_repeats_after_a_deadlock(router: LockRouter, server: Observer, accounts: Accounts, key: str) -> None:

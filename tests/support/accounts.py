@@ -17,15 +17,20 @@ _RIGHTS = "SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, EXECUTE"
 
 
 class Accounts:
-    """A table of accounts in a shard's database, with a procedure that commits; the application may do all with it."""
+    """A table of accounts in a shard's database, with procedures that commit; the application may do all with it."""
 
     def __init__(self, server: Observer, count: int = 4, each: int = 100) -> None:
         self.server = server
         self.total = count * each
         server.ask("DROP TABLE IF EXISTS account, account_ddl")
-        server.ask("DROP PROCEDURE IF EXISTS commits_inside")
+        for procedure in ("commits_inside", "commits_and_fails"):
+            server.ask(f"DROP PROCEDURE IF EXISTS {procedure}")
         server.ask("CREATE TABLE account (id INT PRIMARY KEY, balance INT NOT NULL) ENGINE = InnoDB")
         server.ask("CREATE PROCEDURE commits_inside() BEGIN COMMIT; UPDATE account SET balance = balance; END")
+        server.ask(
+            "CREATE PROCEDURE commits_and_fails() BEGIN COMMIT; UPDATE account SET balance = balance; "
+            "SIGNAL SQLSTATE '45000'; END"
+        )
         server.ask("INSERT INTO account VALUES " + ", ".join(f"({number}, {each})" for number in range(count)))
         for host in ("localhost", "127.0.0.1"):
             server.ask(f"GRANT {_RIGHTS} ON {server.database}.* TO '{APPLICATION}'@'{host}'")
@@ -41,7 +46,8 @@ class Accounts:
     def drop(self) -> None:
         """Remove the table and every right to it."""
         self.server.ask("DROP TABLE IF EXISTS account, account_ddl")
-        self.server.ask("DROP PROCEDURE IF EXISTS commits_inside")
+        for procedure in ("commits_inside", "commits_and_fails"):
+            self.server.ask(f"DROP PROCEDURE IF EXISTS {procedure}")
         for host in ("localhost", "127.0.0.1"):
             self.server.ask(f"REVOKE {_RIGHTS} ON {self.server.database}.* FROM '{APPLICATION}'@'{host}'")
 
