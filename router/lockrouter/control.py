@@ -44,9 +44,9 @@ SHARED_CONNECTION = "a proxy shares server connections between clients; row lock
 
 _CLOCK_TOLERANCE_US = 50_000
 _SLOWEST_US = 999_000
+"""Microseconds that a clock which is slewed backwards still shows for each second."""
 _LONGER_WINDOWS = 10
 """How many times as long as this router's own another router's grant window may be."""
-"""Microseconds that a clock which is slewed backwards still shows for each second."""
 
 
 class Rights(NamedTuple):

@@ -43,9 +43,9 @@ __all__ = ["Refusal", "Shard", "tls_context"]
 _log = logging.getLogger("lockrouter")
 
 _QUICK = 0.1
+"""Seconds that a statement takes which waits for nobody; it is let end by itself."""
 _LEAST = 0.05
 """Seconds a question at connect has for its answer, however late the connection came."""
-"""Seconds that a statement takes which waits for nobody; it is let end by itself."""
 _SETTLES = 5.0
 """Seconds after a change of the primary in which holders on other servers are looked for."""
 
